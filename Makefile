@@ -1,0 +1,46 @@
+# Every target sets up what it needs in .venv; nothing else has to be installed first.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+BENCH_READY := .venv/.ready-bench
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types bench clean
+
+help:  ## list what there is to do
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 10
+
+demo: $(READY)  ## train a small DLRM on two ranks, kill one, and report where the time went (2 minutes)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types test  ## what CI runs: lint, types, tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(BENCH_READY)  ## measure headway against its peers; writes out/bench.json
+	$(BIN)/python -m bench $(ARGS)
+
+clean:  ## remove the environment and all output
+	rm -rf .venv out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headway needs Python 3.11 or newer; say which with make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+
+# torch comes first and alone: resolved together with the rest, a newer release could win.
+$(READY): .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
+	@touch $@

@@ -1,0 +1,364 @@
+"""From processes to attempts: which processes ran together, on one time axis, and when each attempt began and failed."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
+
+from headway.accounting.rules import Stint
+from headway.accounting.timeline import Piece, Timeline
+from headway.events.vocabulary import Activity, Process, Scheduled
+
+CLOCK_TOLERANCE_NS = 250_000_000
+"""Hosts whose clocks differ by less are taken to agree: the end of process-group initialisation is no sharper mark."""
+
+
+class Instant(NamedTuple):
+    """One moment on a machine's clocks."""
+
+    boot: str
+    t_ns: int
+    wall_ns: int
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank's process in one attempt, on the job's time axis."""
+
+    name: str
+    timeline: Timeline
+    process: Process
+    offset_ns: int
+    """Adds to the process's own clock to give job time."""
+    alive: bool = False
+
+    @property
+    def begin_ns(self) -> int:
+        """When the operating system started it."""
+        return min(self.process.started_ns, self.process.t_ns) + self.offset_ns
+
+    @property
+    def last_sign_ns(self) -> int:
+        """The last moment it is known to have lived."""
+        timeline = self.timeline
+        gone = timeline.gone.t_ns if timeline.gone else 0
+        return max(timeline.last_ns, gone, self.process.t_ns) + self.offset_ns
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it ended by itself, without an error."""
+        ended, gone = self.timeline.ended, self.timeline.gone
+        return ended is not None and ended.error is None and (gone is None or gone.exit_code in (None, 0))
+
+    @property
+    def failed_at_ns(self) -> int | None:
+        """When it failed, where that was seen: by itself in an exception, or by whoever watched it."""
+        ended, gone = self.timeline.ended, self.timeline.gone
+        if ended is not None and ended.error is not None:
+            return ended.t_ns + self.offset_ns
+        if gone is not None and not self.is_clean:
+            return gone.t_ns + self.offset_ns
+        return None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The processes that trained together, between one failure and the next."""
+
+    number: int
+    members: dict[int, Member] = field(default_factory=dict)
+    """By rank."""
+    begin_ns: int = 0
+    """The job's begin, or the failure of the attempt before."""
+    end_ns: int = 0
+    """Its failure; for the last attempt, the job's end so far."""
+    failed: bool = False
+    failed_rank: int | None = None
+    alive: bool = False
+    prepared_ns: int | None = None
+    """When a script that only prepared the training started, if one did."""
+    stints: list[Stint] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it should have had."""
+        sizes = [member.process.world_size for member in self.members.values()]
+        return max([*sizes, max(self.members) + 1])
+
+    @property
+    def first_start_ns(self) -> int:
+        """When the first of its processes started."""
+        starts = [member.begin_ns for member in self.members.values()]
+        return min(starts) if self.prepared_ns is None else min(self.prepared_ns, *starts)
+
+    @property
+    def scheduled(self) -> Scheduled | None:
+        """What the platform said of its wait for hardware."""
+        return next((m.timeline.scheduled for m in self.members.values() if m.timeline.scheduled), None)
+
+    @property
+    def gone_ns(self) -> int | None:
+        """When the last of its processes was seen to be gone."""
+        seen = [m.timeline.gone.t_ns + m.offset_ns for m in self.members.values() if m.timeline.gone]
+        return max(seen, default=None)
+
+
+def gather_attempts(timelines: dict[str, Timeline], alive: Collection[str], now: Instant) -> list[Attempt]:
+    """All attempts of a job in order, on one time axis, each with its begin and end."""
+    offsets = _boot_offsets(timelines.values())
+    members = [
+        Member(name, timeline, timeline.process, offsets[timeline.process.boot], name in alive)
+        for name, timeline in timelines.items()
+        if timeline.process is not None and timeline.process.role == "rank"
+    ]
+    attempts = _group(members)
+    _align_hosts(attempts)
+    _set_ends(attempts, now)
+    for attempt in attempts:
+        attempt.stints = _stints(attempt)
+    return attempts
+
+
+def _boot_offsets(timelines: Iterable[Timeline]) -> dict[str, int]:
+    """Wall minus monotonic time for each boot, as its first process read it: later jumps of the wall clock are void."""
+    first: dict[str, Process] = {}
+    for timeline in timelines:
+        process = timeline.process
+        if process is not None and (process.boot not in first or process.t_ns < first[process.boot].t_ns):
+            first[process.boot] = process
+    return {boot: process.wall_ns - process.t_ns for boot, process in first.items()}
+
+
+# --- grouping ------------------------------------------------------------------------------------------------------
+
+
+def _group(members: list[Member]) -> list[Attempt]:
+    members = sorted(members, key=lambda m: (m.begin_ns, m.process.rank, m.name))
+    numbered = [m for m in members if m.process.attempt is not None]
+    if numbered:
+        groups: dict[int, Attempt] = {}
+        for member in numbered:
+            number = member.process.attempt or 0
+            groups.setdefault(number, Attempt(number)).members[member.process.rank] = member
+        ordered = [groups[number] for number in sorted(groups)]
+    else:
+        ordered = _group_by_turn(members) or _group_by_time(members)
+    for number, attempt in enumerate(ordered):
+        attempt.number = number
+    return ordered
+
+
+def _group_by_time(members: list[Member]) -> list[Attempt]:
+    """A new attempt begins when a rank starts again, or when a launcher starts its workers anew."""
+    attempts: list[Attempt] = []
+    launches: dict[str, str] = {}
+    for member in members:
+        process = member.process
+        earlier = attempts[-1].members.get(process.rank) if attempts else None
+        again = earlier is not None and _starts_again(earlier, member)
+        relaunched = bool(process.launch) and launches.get(process.node, process.launch) != process.launch
+        if not attempts or again or (relaunched and earlier is None):
+            attempts.append(Attempt(len(attempts)))
+            launches = {}
+        elif earlier is not None:
+            attempts[-1].prepared_ns = attempts[-1].first_start_ns
+        launches[process.node] = process.launch
+        attempts[-1].members[process.rank] = member
+    return attempts
+
+
+def _group_by_turn(members: list[Member]) -> list[Attempt]:
+    """Where several hosts' clocks may disagree and every rank started equally often: each rank's n-th start."""
+    turns: dict[int, list[Member]] = {}
+    for member in members:
+        mine = turns.setdefault(member.process.rank, [])
+        if mine and not _starts_again(mine[-1], member):
+            mine[-1] = member
+        else:
+            mine.append(member)
+    counts = {len(mine) for mine in turns.values()}
+    if len({m.process.boot for m in members}) == 1 or len(counts) != 1:
+        return []
+    return [
+        Attempt(turn, {rank: turns[rank][turn] for rank in sorted(turns)}) for turn in range(counts.pop())
+    ]
+
+
+def _starts_again(earlier: Member, later: Member) -> bool:
+    """Whether `later` tries again what `earlier` did; a script that ended well without training was preparation."""
+    trained = bool(earlier.timeline.stints)
+    return trained or (earlier.process.program == later.process.program and not earlier.is_clean)
+
+
+# --- clocks --------------------------------------------------------------------------------------------------------
+
+
+def _align_hosts(attempts: list[Attempt]) -> None:
+    """Shifts hosts whose clocks disagree so that each process group was ready at one moment on all of them."""
+    shifts: dict[str, int] = {}
+    for attempt in attempts:
+        ready: dict[str, list[int]] = {}
+        for rank in sorted(attempt.members):
+            member = attempt.members[rank]
+            if member.timeline.group_ready_ns is not None:
+                moment = member.timeline.group_ready_ns + member.offset_ns
+                ready.setdefault(member.process.boot, []).append(moment)
+        known = [median_low(moments) + shifts[boot] for boot, moments in ready.items() if boot in shifts]
+        for boot, moments in ready.items():
+            reference = median_low(known) if known else median_low(moments)
+            behind = reference - median_low(moments)
+            shifts.setdefault(boot, behind if abs(behind) > CLOCK_TOLERANCE_NS else 0)
+            known = known or [median_low(moments)]
+    for attempt in attempts:
+        for member in attempt.members.values():
+            member.offset_ns += shifts.get(member.process.boot, 0)
+
+
+# --- begins and ends -----------------------------------------------------------------------------------------------
+
+
+def _set_ends(attempts: list[Attempt], now: Instant) -> None:
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+        members = attempt.members.values()
+        attempt.alive = following is None and any(member.alive for member in members)
+        if attempt.number == 0:
+            attempt.begin_ns = _job_begin(attempt)
+        _set_failure(attempt)
+        if attempt.alive:
+            attempt.end_ns = _now_ns(attempt, now)
+        elif following is None:
+            attempt.end_ns = max(member.last_sign_ns for member in members)
+        else:
+            attempt.end_ns = min(attempt.end_ns, following.first_start_ns)
+        attempt.end_ns = max(attempt.end_ns, attempt.begin_ns)
+        if following is not None:
+            following.begin_ns = attempt.end_ns
+
+
+def _set_failure(attempt: Attempt) -> None:
+    """When the attempt failed, and by which rank: as seen, else when the last silent one gave its last sign."""
+    members = attempt.members
+    dead = {rank: m for rank, m in members.items() if not m.alive and not m.is_clean}
+    seen = {rank: m.failed_at_ns for rank, m in dead.items() if m.failed_at_ns is not None}
+    attempt.failed = bool(dead) and not attempt.alive
+    if seen:
+        attempt.failed_rank = min(seen, key=lambda rank: (seen[rank], rank))
+        attempt.end_ns = seen[attempt.failed_rank] or 0
+    elif dead:
+        attempt.failed_rank = min(dead, key=lambda rank: (dead[rank].last_sign_ns, rank))
+        attempt.end_ns = max(m.last_sign_ns for m in dead.values())
+    else:
+        attempt.end_ns = max(m.last_sign_ns for m in members.values())
+
+
+def _job_begin(attempt: Attempt) -> int:
+    begins = [attempt.first_start_ns]
+    begins += [
+        member.process.launcher_started_ns + member.offset_ns
+        for member in attempt.members.values()
+        if member.process.launcher_started_ns is not None
+    ]
+    if attempt.scheduled:
+        begins.append(attempt.scheduled.eligible_wall_ns)
+    return min(begins)
+
+
+def _now_ns(attempt: Attempt, now: Instant) -> int:
+    for member in attempt.members.values():
+        if member.process.boot == now.boot:
+            return now.t_ns + member.offset_ns
+    return now.wall_ns
+
+
+# --- between attempts ----------------------------------------------------------------------------------------------
+
+
+def gap_before(attempt: Attempt, member: Member, previous: Attempt | None, launcher: list[Piece]) -> list[Piece]:
+    """What the time from the attempt's begin to the start of this process was spent on.
+
+    `launcher` holds what a supervisor recorded; it wins over what can be inferred from the processes' own starts.
+    """
+    process, start = member.process, member.begin_ns
+    launched = process.launcher_started_ns
+    launched_ns = start if launched is None else min(launched + member.offset_ns, start)
+    milestones: list[tuple[int, str]] = []
+    if previous is None:
+        milestones.append((attempt.begin_ns, Activity.LAUNCHER_INIT))
+    else:
+        gone = previous.gone_ns
+        milestones.append((attempt.begin_ns, Activity.DETECTION if gone is None else Activity.TEARDOWN))
+        if gone is not None:
+            in_place = any(m.process.launcher == process.launcher != "" for m in previous.members.values())
+            milestones.append((gone, Activity.RENDEZVOUS if in_place else Activity.DETECTION))
+    scheduled = attempt.scheduled
+    if scheduled and (previous is None or scheduled.eligible_wall_ns >= attempt.begin_ns):
+        if previous is not None:
+            milestones.append((milestones[-1][0], Activity.BACKOFF))
+        milestones.append((scheduled.eligible_wall_ns, Activity.SCHEDULING))
+        milestones.append((scheduled.allocated_wall_ns, Activity.HARDWARE_SETUP))
+    if launched_ns >= milestones[-1][0]:
+        milestones.append((launched_ns, Activity.LAUNCHER_INIT))
+    return _overlay(launcher, _pieces(milestones, attempt.begin_ns, start))
+
+
+def _pieces(milestones: list[tuple[int, str]], begin: int, end: int) -> list[Piece]:
+    pieces, at = [], begin
+    for (_, what), (until, _) in zip(milestones, [*milestones[1:], (end, "")], strict=True):
+        until = min(max(until, at), end)
+        if until > at:
+            pieces.append(Piece(at, until, what))
+        at = max(at, until)
+    return pieces
+
+
+def _overlay(strong: list[Piece], weak: list[Piece]) -> list[Piece]:
+    """`weak` with the stretches that `strong` covers replaced; both in order, each without overlaps."""
+    result: list[Piece] = []
+    for piece in weak:
+        at = piece.begin_ns
+        for over in strong:
+            begin, end = max(over.begin_ns, at), min(over.end_ns, piece.end_ns)
+            if begin < end:
+                if begin > at:
+                    result.append(Piece(at, begin, piece.what))
+                result.append(Piece(begin, end, over.what))
+                at = end
+        if at < piece.end_ns:
+            result.append(Piece(at, piece.end_ns, piece.what))
+    return result
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+
+
+def _stints(attempt: Attempt) -> list[Stint]:
+    """The attempt's stints: each rank's n-th taken together, since ranks train the same steps."""
+    together: list[Stint] = []
+    for rank in sorted(attempt.members):
+        member = attempt.members[rank]
+        stints = [*member.timeline.stints[:-1]]
+        newest = member.timeline.open_stint()
+        if newest is not None:
+            if member.timeline.stints and newest.first != member.timeline.stints[-1].first:
+                stints.append(member.timeline.stints[-1])
+            stints.append(newest)
+        for at, stint in enumerate(stints):
+            samples = stint.batch_size and stint.batch_size * member.process.world_size
+            if at == len(together):
+                together.append(Stint(member.process.program, stint.first, stint.next, samples))
+                together[at].restored, together[at].saved = stint.restored, stint.saved
+                continue
+            joint = together[at]
+            joint.first, joint.next = min(joint.first, stint.first), max(joint.next, stint.next)
+            joint.samples = joint.samples and samples
+            joint.restored = _least(joint.restored, stint.restored)
+            joint.saved = _most(joint.saved, stint.saved)
+    return together
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return min((x for x in (a, b) if x is not None), default=None)
+
+
+def _most(a: int | None, b: int | None) -> int | None:
+    return max((x for x in (a, b) if x is not None), default=None)

@@ -1,0 +1,477 @@
+"""The ledger: every nanosecond of a job, and of each of its ranks, in exactly one bucket.
+
+The job's own timeline is stitched from its ranks': up to the first step from the rank that everyone waited for, then
+from the one that trained least, after the last step from the one that left last. Each rank's time is a partition, so
+the job's is one too.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from headway.accounting.attempts import Attempt, Instant, Member, gap_before, gather_attempts
+from headway.accounting.rules import OTHER, Bucket, Key, Lineage, Loop, Part, StallRule, bucket, label_steps
+from headway.accounting.timeline import Piece, Timeline, cut
+from headway.events.journal import Cell
+from headway.events.vocabulary import STAGES, Record
+
+Sums = dict[Key, int]
+Labels = list[tuple[float, float, Bucket]]
+
+_bucket = cache(bucket)
+_STEP_KEYS: dict[Bucket, Key] = {b: (b, "") for b in Bucket}
+_UNATTRIBUTED: Key = (Bucket.UNATTRIBUTED, "")
+
+
+class JobAccounts:
+    """Takes a job's records as they come, and gives its ledger at any moment."""
+
+    def __init__(self, stall: StallRule | None = None) -> None:
+        self._stall = stall or StallRule()
+        self._timelines: dict[str, Timeline] = {}
+        self._problems: dict[str, None] = {}
+
+    def add(
+        self, process: str, records: Iterable[Record], cell: Cell | None = None, problems: Iterable[str] = ()
+    ) -> None:
+        """Takes in what one process wrote since it was last asked."""
+        if process not in self._timelines:
+            self._timelines[process] = Timeline(self._stall)
+        self._timelines[process].add(records, cell)
+        self._problems.update(dict.fromkeys(problems))
+
+    def ledger(self, now: Instant, alive: Collection[str] = ()) -> "Ledger | None":
+        """The ledger as of `now`, given which processes live; None while no rank has begun."""
+        attempts = gather_attempts(self._timelines, alive, now)
+        if not attempts:
+            return None
+        last = attempts[-1]
+        lineage = label_steps(
+            [stint for attempt in attempts for stint in attempt.stints], ended=not last.alive, failed=last.failed
+        )
+        return _Assembly(attempts, lineage, self._launcher_pieces(attempts)).ledger(self._notes(attempts))
+
+    def _launcher_pieces(self, attempts: list[Attempt]) -> list[Piece]:
+        """What supervisors recorded of launching and recovering, on the job's time axis."""
+        offsets = {m.process.boot: m.offset_ns for a in attempts for m in a.members.values()}
+        pieces = []
+        for timeline in self._timelines.values():
+            if timeline.process is not None and timeline.process.role == "supervisor":
+                offset = offsets.get(timeline.process.boot, timeline.process.wall_ns - timeline.process.t_ns)
+                for piece in timeline.look(timeline.last_ns, False).tail:
+                    if piece.what and piece.what not in STAGES:
+                        pieces.append(Piece(piece.begin_ns + offset, piece.end_ns + offset, piece.what))
+        return sorted(pieces)
+
+    def _notes(self, attempts: list[Attempt]) -> list[str]:
+        notes = list(self._problems)
+        for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+            missing = sorted(set(range(attempt.world_size)) - set(attempt.members))
+            if missing:
+                notes.append(f"attempt {attempt.number}: no journal of rank {_ranks(missing)} of {attempt.world_size}")
+            if following and any(_outlived(m, following) for m in attempt.members.values()):
+                notes.append(
+                    f"attempt {attempt.number} still ran when attempt {following.number} began: two jobs seem to share "
+                    f"this id. Give each its own with --job or HEADWAY_JOB."
+                )
+        if attempts[0].scheduled is None:
+            notes.append("scheduling and hardware setup unknown: no scheduler's timestamps (see HEADWAY_ELIGIBLE)")
+        lost = sum(timeline.dropped for timeline in self._timelines.values())
+        if lost:
+            notes.append(f"{lost} records are missing: the disk was full. Steps are complete, spans may not be")
+        return notes
+
+
+def _outlived(member: Member, following: Attempt) -> bool:
+    successor = following.members.get(member.process.rank)
+    return successor is not None and (
+        member.alive or member.timeline.last_ns + member.offset_ns > successor.process.t_ns + successor.offset_ns
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+# --- one rank in one attempt ---------------------------------------------------------------------------------------
+
+
+class RankView:
+    """One rank's time in one attempt, from the attempt's begin to its end."""
+
+    __slots__ = ("_gap", "_labels", "_look", "_parts", "attempt", "end_ns", "first_step_end_ns", "is_last",
+                 "last_step_end_ns", "member", "sums_all")  # fmt: skip
+
+    def __init__(self, attempt: Attempt, member: Member, is_last: bool, gap: list[Piece], labels: list[Labels]) -> None:
+        self.attempt, self.member, self.is_last = attempt, member, is_last
+        self._gap, self._labels = gap, labels
+        timeline = member.timeline
+        # A process that vanished was at whatever it was last seen at until its attempt failed.
+        vanished = not member.is_clean and timeline.gone is None and timeline.ended is None
+        self.end_ns = attempt.end_ns if member.alive or vanished else max(member.last_sign_ns, member.begin_ns)
+        self._look = look = timeline.look(self.end_ns - member.offset_ns, member.alive)
+        trained = timeline.first_step is not None
+        finishing = timeline.ended is not None or not member.alive
+        tail = Part.INIT if not trained else Part.TAIL if finishing else Part.LOOP
+        open_run = Part.LOOP if trained else Part.INIT
+        self._parts = ((look.init, Part.INIT), (look.open_run, open_run), (look.tail, tail))
+        offset = member.offset_ns
+        self.first_step_end_ns = timeline.first_step[1] + offset if timeline.first_step else None
+        last_steps = [p.end_ns + offset for p in look.open_run if isinstance(p.what, Loop)][-1:]
+        if timeline.last_step_ns is not None:
+            last_steps.append(timeline.last_step_ns + offset)
+        self.last_step_end_ns = max(last_steps, default=None)
+        self.sums_all = self.sums(attempt.begin_ns, attempt.end_ns)
+
+    def sums(self, begin_ns: int, end_ns: int) -> Sums:
+        """Time by bucket in a stretch of the attempt; adds up to the stretch."""
+        sums: Sums = {}
+        if end_ns <= begin_ns:
+            return sums
+        for piece in self._gap:
+            if piece.begin_ns < end_ns and piece.end_ns > begin_ns:
+                _add(sums, self._key(piece.what, Part.INIT), cut(piece, begin_ns, end_ns))
+        offset = self.member.offset_ns
+        begin, end = begin_ns - offset, min(end_ns, self.end_ns) - offset
+        for pieces, part in self._parts:
+            for piece in pieces:
+                if piece.begin_ns < end and piece.end_ns > begin:
+                    self._add_piece(sums, cut(piece, begin, end), part)
+        self._add_loop(sums, begin, end)
+        if end_ns > self.end_ns:
+            key = self._key("", Part.TAIL)
+            sums[key] = sums.get(key, 0) + end_ns - max(begin_ns, self.end_ns)
+        return sums
+
+    def pieces(self) -> list[tuple[int, int, Key]]:
+        """The whole view as stretches of job time, for drawing; a run of steps shows its waits first."""
+        offset, begin, end = self.member.offset_ns, self.attempt.begin_ns, self.attempt.end_ns
+        drawn = [(p, 0, Part.INIT) for p in self._gap] + [(p, offset, Part.INIT) for p in self._look.init]
+        drawn += [(p, offset, Part.LOOP) for p in self._look.loop.items]
+        drawn += [(p, offset, part) for pieces, part in self._parts[1:] for p in pieces]
+        result = []
+        for piece, shift, part in drawn:
+            low, high = max(piece.begin_ns + shift, begin), min(piece.end_ns + shift, end)
+            if low >= high:
+                continue
+            if piece.what is not Loop.STEP:
+                result.append((low, high, self._key(piece.what, part)))
+                continue
+            sums: Sums = {}
+            self._add_piece(sums, cut(piece, low - shift, high - shift), part)
+            for key, ns in sums.items():
+                result.append((low, low + ns, key))
+                low += ns
+        return result
+
+    def bars(self) -> list[tuple[str, int, int, int]]:
+        """Every span as recorded: name, thread, begin and end in job time."""
+        timeline, offset = self.member.timeline, self.member.offset_ns
+        return [(b.name, b.thread, b.begin_ns + offset, (b.end_ns or self.end_ns - offset) + offset)
+                for b in (*timeline.bars, *timeline._open_bars.values())]  # fmt: skip
+
+    @property
+    def waited_for_ns(self) -> int:
+        """How long after the attempt's begin this rank kept the others from training their first step."""
+        if self.first_step_end_ns is None:
+            return -1
+        stepping = sum(p.end_ns - p.begin_ns for p in self._look.init if p.what is Loop.STEP)
+        return self.first_step_end_ns - stepping - self.attempt.begin_ns
+
+    @property
+    def step_ns(self) -> int:
+        """Time spent in steps, new or not."""
+        keys = (Bucket.TRAINING_EFFECTIVE, Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_UNSAVED_STEPS)
+        return sum(self.sums_all.get((key, ""), 0) for key in keys)
+
+    def _key(self, what: str, part: Part) -> Key:
+        return _bucket(what, part, self.attempt.number == 0, self.is_last)
+
+    def _add_piece(self, sums: Sums, piece: Piece, part: Part) -> None:
+        if piece.what is Loop.STEP:
+            self._add_steps(sums, piece.stint, piece.end_ns - piece.begin_ns, piece.first, piece.next)
+        else:
+            _add(sums, self._key(piece.what, part), piece)
+
+    def _add_loop(self, sums: Sums, begin: int, end: int) -> None:
+        within, ends = self._look.loop.within(begin, end)
+        bounds: dict[int, tuple[float, float]] = {}
+        for piece in ends:
+            if piece.what is Loop.STEP:
+                low, high = bounds.get(piece.stint, (piece.first, piece.next))
+                bounds[piece.stint] = (min(low, piece.first), max(high, piece.next))
+        for what, ns in within.items():
+            if isinstance(what, str):
+                if ns:
+                    key = self._key(what, Part.LOOP)
+                    sums[key] = sums.get(key, 0) + ns
+            else:
+                low, high = bounds.get(what, (float("-inf"), float("inf")))
+                self._add_steps(sums, what, ns, low, high, self.member.timeline.stints[what].took_ns)
+
+    def _add_steps(
+        self, sums: Sums, stint: int, ns: int, first: float, next: float,
+        weigh: Callable[[float, float], float] = lambda a, b: b - a,
+    ) -> None:  # fmt: skip
+        """Shares step time out over the labels of the steps it was spent on."""
+        labels = self._labels[stint] if stint < len(self._labels) else []
+        weights = [(label, weigh(max(a, first), min(b, next))) for a, b, label in labels if a < next and b > first]
+        if not weights:  # the step under way: as new as the data it is on
+            label = next_label(labels, first)
+            weights = [(label, 1)]
+        for (label, _), part in zip(weights, share_out(ns, [weight for _, weight in weights]), strict=True):
+            if part:
+                key = _STEP_KEYS[label]
+                sums[key] = sums.get(key, 0) + part
+
+
+def next_label(labels: Labels, step: float) -> Bucket:
+    """The label of a step that is not finished: that of the steps around it, new behind all others."""
+    return next((label for a, b, label in labels if a <= step < b), Bucket.TRAINING_EFFECTIVE)
+
+
+def share_out(total: int, weights: list[float]) -> list[int]:
+    """Splits a whole number in proportion; the parts are whole, not negative, and add up to it."""
+    whole = sum(weights)
+    parts, given, seen = [], 0, 0.0
+    for weight in weights:
+        seen += weight
+        upto = total if not whole or seen >= whole else round(total * (seen / whole))
+        parts.append(upto - given)
+        given = upto
+    return parts
+
+
+def _add(sums: Sums, key: Key, piece: Piece) -> None:
+    sums[key] = sums.get(key, 0) + piece.end_ns - piece.begin_ns
+
+
+# --- the job -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class AttemptLedger:
+    """One attempt's account."""
+
+    attempt: Attempt
+    views: dict[int, RankView]
+    sums: Sums
+    critical_rank: int | None = None
+    """The rank everyone waited for until the first step."""
+    slowest_rank: int | None = None
+    """The rank that trained least in the loop."""
+
+    @property
+    def wall_ns(self) -> int:
+        """From the failure before it, or the job's begin, to its own end."""
+        return self.attempt.end_ns - self.attempt.begin_ns
+
+    @property
+    def outcome(self) -> str:
+        """`running`, `failed`, or `ended`."""
+        return "running" if self.attempt.alive else "failed" if self.attempt.failed else "ended"
+
+
+class _Assembly:
+    """Puts the job's ledger together from its attempts."""
+
+    def __init__(self, attempts: list[Attempt], lineage: Lineage, launcher: list[Piece]) -> None:
+        self._attempts, self._lineage, self._launcher = attempts, lineage, launcher
+
+    def ledger(self, notes: list[str]) -> "Ledger":
+        ledgers, done = [], 0
+        for attempt, previous in zip(self._attempts, [None, *self._attempts], strict=False):
+            labels = self._lineage.labels[done : done + len(attempt.stints)]
+            done += len(attempt.stints)
+            ledgers.append(self._attempt_ledger(attempt, previous, labels))
+        process = next(iter(self._attempts[0].members.values())).process
+        return Ledger(process.job, ledgers, self._lineage.counts, notes)
+
+    def _attempt_ledger(self, attempt: Attempt, previous: Attempt | None, labels: list[Labels]) -> AttemptLedger:
+        is_last = attempt is self._attempts[-1]
+        around = [p for p in self._launcher if p.end_ns > attempt.begin_ns and p.begin_ns < attempt.end_ns]
+        views = {}
+        for rank in sorted(attempt.members):
+            member = attempt.members[rank]
+            gap = gap_before(attempt, member, previous, around)
+            views[rank] = RankView(attempt, member, is_last, gap, labels)
+        return _stitch(AttemptLedger(attempt, views, {}))
+
+
+def _stitch(ledger: AttemptLedger) -> AttemptLedger:
+    """The job's time in one attempt, from the ranks that determined it."""
+    attempt, views = ledger.attempt, ledger.views
+    begin, end = attempt.begin_ns, attempt.end_ns
+    trained = [rank for rank, view in views.items() if view.first_step_end_ns is not None]
+    if not trained:
+        ledger.critical_rank = max(views, key=lambda rank: (views[rank].member.begin_ns, -rank))
+        ledger.sums = views[ledger.critical_rank].sums(begin, end)
+        return ledger
+    first = ledger.critical_rank = max(trained, key=lambda rank: (views[rank].waited_for_ns, -rank))
+    slow = ledger.slowest_rank = min(trained, key=lambda rank: (views[rank].step_ns, rank))
+    last = max(views, key=lambda rank: (views[rank].end_ns, -rank))
+    started = min(max(views[first].first_step_end_ns or begin, begin), end)
+    stopped = max((views[rank].last_step_end_ns or begin for rank in trained), default=begin)
+    stopped = min(max(stopped, started), end)
+    ledger.sums = views[first].sums(begin, started)
+    for sums in (_explained(views, slow, started, stopped), views[last].sums(stopped, end)):
+        for key, ns in sums.items():
+            ledger.sums[key] = ledger.sums.get(key, 0) + ns
+    return ledger
+
+
+def _explained(views: dict[int, RankView], slow: int, begin: int, end: int) -> Sums:
+    """The slowest rank's time in the loop, its stalls explained by whichever rank knows what it was doing then."""
+    sums = views[slow].sums(begin, end)
+    stall: Key = (Bucket.WASTE_STALL, "")
+    if not sums.get(stall) or len(views) == 1:
+        return sums
+    offset = views[slow].member.offset_ns
+    loop = views[slow]._look.loop.items
+    for piece in (p for p in loop if p.what is Loop.STALL):
+        low, high = max(piece.begin_ns + offset, begin), min(piece.end_ns + offset, end)
+        left = high - low
+        for rank, view in views.items():
+            if rank == slow or left <= 0:
+                continue
+            for key, ns in view.sums(low, high).items():
+                if key[0] in _CAUSES and ns > (high - low) // 2:
+                    took = min(ns, left)
+                    sums[stall] -= took
+                    sums[key] = sums.get(key, 0) + took
+                    left -= took
+    return sums
+
+
+_CAUSES = frozenset(
+    (Bucket.WASTE_CHECKPOINT_BLOCKING, Bucket.WASTE_DATA_WAIT, Bucket.WASTE_RECOMPILATION, Bucket.WASTE_EVALUATION)
+)
+
+
+@dataclass
+class Ledger:
+    """A job's account: its parts add up to its wall time, exactly."""
+
+    job: str
+    attempts: list[AttemptLedger]
+    steps: dict[Bucket, float]
+    notes: list[str] = field(default_factory=list)
+    """What is missing or was assumed."""
+
+    @property
+    def begin_ns(self) -> int:
+        """When the job could first have run, as wall time."""
+        return self.attempts[0].attempt.begin_ns
+
+    @property
+    def wall_ns(self) -> int:
+        """From there to its end, or to now."""
+        return self.attempts[-1].attempt.end_ns - self.begin_ns
+
+    @property
+    def state(self) -> str:
+        """`running`, `failed`, or `ended`."""
+        return self.attempts[-1].outcome
+
+    @property
+    def sums(self) -> Sums:
+        """The job's time by bucket and stage."""
+        return _total(attempt.sums for attempt in self.attempts)
+
+    @property
+    def buckets(self) -> dict[Bucket, int]:
+        """The job's time by bucket, all of them."""
+        return by_bucket(self.sums)
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Trainer initialisation, first and repeated, by stage."""
+        found = dict.fromkeys((*map(str, STAGES), OTHER), 0)
+        for (_, stage), ns in self.sums.items():
+            if stage:
+                found[str(stage)] += ns
+        return found
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """One entry for each attempt that failed: by which rank, and why where that is known."""
+        return [
+            {"attempt": a.attempt.number, "rank": a.attempt.failed_rank, "category": _category(a.attempt)}
+            for a in self.attempts
+            if a.attempt.failed
+        ]
+
+    @property
+    def time_to_start_ns(self) -> int:
+        """All `start.*`: from being eligible until the first step, what was not training."""
+        return sum(ns for (key, _), ns in self.sums.items() if key.startswith("start."))
+
+    @property
+    def times_to_recover_ns(self) -> list[int]:
+        """For each recovery all its `recover.*`; attempts that failed before their first step belong to the next."""
+        times: list[int] = []
+        goes_on = False
+        for attempt in self.attempts[1:]:
+            took = sum(ns for (key, _), ns in attempt.sums.items() if key.startswith("recover."))
+            if goes_on:
+                times[-1] += took
+            else:
+                times.append(took)
+            goes_on = attempt.slowest_rank is None
+        return times
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank that trained least, over the attempts it was part of."""
+        trained: dict[int, int] = {}
+        for attempt in self.attempts:
+            for rank, view in attempt.views.items():
+                trained[rank] = trained.get(rank, 0) + view.step_ns
+        return min(trained, key=lambda rank: (trained[rank], rank)) if any(trained.values()) else None
+
+    def rank_sums(self, rank: int) -> Sums:
+        """One rank's time; an attempt it should have been part of and was not is unattributed."""
+        return _total(
+            attempt.views[rank].sums_all if rank in attempt.views else {_UNATTRIBUTED: attempt.wall_ns}
+            for attempt in self.attempts
+            if rank in attempt.views or rank < attempt.attempt.world_size
+        )
+
+    @property
+    def ranks(self) -> list[int]:
+        """Every rank that was, or should have been, part of the job."""
+        return sorted({rank for a in self.attempts for rank in (*a.views, *range(a.attempt.world_size))})
+
+
+def percent(buckets: dict[Bucket, int]) -> tuple[float, float, float]:
+    """ETT%, Idleness% and Failure% of time given by bucket."""
+    whole = sum(buckets.values()) or 1
+    failure = sum(ns for key, ns in buckets.items() if key.is_failure)
+    effective = buckets.get(Bucket.TRAINING_EFFECTIVE, 0)
+    return 100 * effective / whole, 100 * (whole - effective - failure) / whole, 100 * failure / whole
+
+
+def by_bucket(sums: Sums) -> dict[Bucket, int]:
+    """Sums without stages, every bucket present."""
+    result = dict.fromkeys(Bucket, 0)
+    for (key, _), ns in sums.items():
+        result[key] += ns
+    return result
+
+
+def _total(parts: Iterable[Sums]) -> Sums:
+    total: Sums = {}
+    for part in parts:
+        for key, ns in part.items():
+            total[key] = total.get(key, 0) + ns
+    return total
+
+
+def _category(attempt: Attempt) -> str | None:
+    member = attempt.members.get(attempt.failed_rank or 0)
+    if member is None:
+        return None
+    told = (member.timeline.gone, member.timeline.ended)
+    return next((record.category for record in told if record and record.category), None)

@@ -1,0 +1,440 @@
+"""One process's time, folded from its records as they come, into pieces that do not overlap and leave no gap.
+
+A piece is settled once the step run that covers it is known; from then on it never changes, so a new record costs
+what it brings and nothing of what came before. What is not settled yet (the run in the step cell, the step under way,
+the time after the last step) is laid over the settled part whenever the timeline is looked at.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headway.accounting.rules import NOTHING, PRECEDENCE, Loop, Pace, StallRule, winner
+from headway.events.journal import Cell
+from headway.events.vocabulary import (
+    Activity,
+    Dropped,
+    LoopBegin,
+    Mark,
+    Name,
+    Process,
+    ProcessEnd,
+    ProcessGone,
+    Record,
+    Restored,
+    Saved,
+    Scheduled,
+    SpanBegin,
+    SpanEnd,
+    StepRun,
+)
+
+_ACTIVITIES = {activity.value: activity for activity in Activity}
+
+
+class Piece(NamedTuple):
+    """A stretch of one process's time, and what it was spent on."""
+
+    begin_ns: int
+    end_ns: int
+    what: str
+    stint: int = -1
+    """For steps: which of the process's stints they belong to …"""
+    first: float = 0
+    next: float = 0
+    """… and which steps: from `first` up to `next`, in fractions where a step is cut."""
+
+
+@dataclass(slots=True)
+class RankStint:
+    """Steps this process trained one after the other."""
+
+    first: int
+    next: int
+    batch_size: int | None = None
+    restored: int | None = None
+    saved: int | None = None
+    steps: list[float] = field(default_factory=list)
+    step_ns: list[int] = field(default_factory=list)
+    """Net time of all settled loop steps before the step beside it: what a stretch of steps took, by subtraction."""
+
+    def took_ns(self, first: float, next: float) -> int:
+        """Net time of the settled loop steps from `first` up to `next`."""
+        return self._until(next) - self._until(first)
+
+    def _until(self, step: float) -> int:
+        at = bisect_right(self.steps, step)
+        if at == 0:
+            return 0
+        if at == len(self.steps):
+            return self.step_ns[-1]
+        a, b = self.steps[at - 1], self.steps[at]
+        return self.step_ns[at - 1] + round((self.step_ns[at] - self.step_ns[at - 1]) * (step - a) / (b - a))
+
+
+class Pieces:
+    """Settled pieces in order, with their sums, so that any stretch of them is summed from its shorter side."""
+
+    __slots__ = ("begins", "items", "sums")
+
+    def __init__(self) -> None:
+        self.begins: list[int] = []
+        self.items: list[Piece] = []
+        self.sums: dict[str | int, int] = {}
+        """Time by activity; for steps, by their stint."""
+
+    def add(self, piece: Piece) -> None:
+        """Appends a piece behind all others."""
+        self.begins.append(piece.begin_ns)
+        self.items.append(piece)
+        _count(self.sums, piece, piece.end_ns - piece.begin_ns)
+
+    def within(self, begin_ns: int, end_ns: int) -> tuple[dict[str | int, int], list[Piece]]:
+        """Sums over a stretch, and the pieces at its ends, cut to it."""
+        low = bisect_right(self.begins, begin_ns) - 1
+        if low < 0 or self.items[low].end_ns <= begin_ns:
+            low += 1
+        high = max(bisect_left(self.begins, end_ns), low)
+        inside = high - low
+        if inside == len(self.items) and (not inside or self.items[-1].end_ns <= end_ns):
+            return dict(self.sums), []
+        ends = [cut(piece, begin_ns, end_ns) for piece in self.items[low:high:max(inside - 1, 1)]]
+        if 2 * inside <= len(self.items):
+            sums: dict[str | int, int] = {}
+            for piece in self.items[low:high]:
+                piece = cut(piece, begin_ns, end_ns)
+                _count(sums, piece, piece.end_ns - piece.begin_ns)
+            return sums, ends
+        sums = dict(self.sums)
+        for at in (*range(low), *range(high, len(self.items))):
+            _count(sums, self.items[at], self.items[at].begin_ns - self.items[at].end_ns)
+        for whole, part in zip(self.items[low:high:max(inside - 1, 1)], ends, strict=True):
+            _count(sums, whole, (part.end_ns - part.begin_ns) - (whole.end_ns - whole.begin_ns))
+        return sums, ends
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A span as it was recorded, for waterfalls; `end_ns` is None while it is open."""
+
+    name: str
+    thread: int
+    begin_ns: int
+    end_ns: int | None
+
+
+class Timeline:
+    """Folds one process's records. Times stay on the process's own monotonic clock."""
+
+    __slots__ = (
+        "_floor", "_names", "_open", "_open_bars", "_pace", "_pending", "_restored", "_rule", "_winner",
+        "_at", "bars", "cell", "dropped", "ended", "first_step", "gone", "group_ready_ns", "init", "last_ns", "last_step_ns", "loop", "marks",
+        "process", "scheduled", "stints",
+    )  # fmt: skip
+
+    def __init__(self, rule: StallRule | None = None) -> None:
+        self.process: Process | None = None
+        self.ended: ProcessEnd | None = None
+        self.gone: ProcessGone | None = None
+        self.scheduled: Scheduled | None = None
+        self.cell: Cell | None = None
+        self.dropped = 0
+        self.group_ready_ns: int | None = None
+        self.last_ns = 0
+        """The process's last sign of life in its own journal."""
+        self.first_step: tuple[int, int] | None = None
+        self.last_step_ns: int | None = None
+        self.init: list[Piece] = []
+        """From its start to the end of its first step."""
+        self.loop = Pieces()
+        """From there to the end of its last settled run of steps."""
+        self.stints: list[RankStint] = []
+        self.bars: list[Bar] = []
+        self.marks: list[Mark | Saved | Restored] = []
+        self._rule = rule or StallRule()
+        self._pace = Pace()
+        self._names: dict[int, str] = {}
+        self._open: dict[int, Activity] = {}
+        self._open_bars: dict[int, Bar] = {}
+        self._winner: str = NOTHING
+        self._pending: list[Piece] = []
+        self._floor = self._at = 0
+        self._restored: int | None = None
+
+    # --- folding ---
+
+    def add(self, records: Iterable[Record], cell: Cell | None = None) -> None:
+        """Takes in records in the order they were written, and the newest step cell."""
+        for record in records:
+            match record:
+                case SpanBegin():
+                    self._span_begins(record)
+                case SpanEnd():
+                    self._span_ends(record)
+                case StepRun():
+                    self._steps(record)
+                case Name():
+                    self._names[record.number] = record.text
+                case Process():
+                    self._process_begins(record)
+                case LoopBegin():
+                    self._loop_begins(record)
+                case Saved() | Restored():
+                    self._checkpoint(record)
+                case ProcessEnd():
+                    self.ended = record
+                case ProcessGone():
+                    self.gone = self.gone or record
+                    continue
+                case Scheduled():
+                    self.scheduled = record
+                case Mark():
+                    self.marks.append(record)
+                case Dropped():
+                    self.dropped += record.count
+            if not isinstance(record, Name | StepRun):
+                self.last_ns = max(self.last_ns, record.t_ns)
+        if cell is not None:
+            self.cell = cell
+            self.last_ns = max(self.last_ns, cell.end_ns, cell.since_ns)
+
+    def _process_begins(self, record: Process) -> None:
+        if self.process is None:
+            self.process = record
+            self._floor = self._at = min(record.started_ns, record.t_ns)
+            self._advance(record.t_ns, Activity.IMPORTS)
+
+    def _span_begins(self, record: SpanBegin) -> None:
+        name = self._names.get(record.name, "?")
+        self._open_bars[record.span] = Bar(name, record.thread, record.t_ns, None)
+        activity = _ACTIVITIES.get(name)
+        if activity is not None:
+            self._advance(record.t_ns, self._winner)
+            self._open[record.span] = activity
+            self._winner = winner(self._open.values())
+
+    def _span_ends(self, record: SpanEnd) -> None:
+        bar = self._open_bars.pop(record.span, None)
+        if bar is not None:
+            self.bars.append(Bar(bar.name, bar.thread, bar.begin_ns, max(record.t_ns, bar.begin_ns)))
+        activity = self._open.pop(record.span, None)
+        if activity is not None:
+            self._advance(record.t_ns, self._winner)
+            self._winner = winner(self._open.values())
+            if activity is Activity.PROCESS_GROUP_INIT and self.group_ready_ns is None:
+                self.group_ready_ns = record.t_ns
+
+    def _loop_begins(self, record: LoopBegin) -> None:
+        stint = self.stints[-1] if self.stints else None
+        goes_on = stint and stint.next == record.first and stint.batch_size == record.batch_size
+        if not goes_on or self._restored is not None:
+            self.stints.append(RankStint(record.first, record.first, record.batch_size, self._restored))
+            self._restored = None
+
+    def _checkpoint(self, record: Saved | Restored) -> None:
+        self.marks.append(record)
+        if isinstance(record, Restored):
+            self._restored = record.step
+        elif self.stints:
+            self.stints[-1].saved = record.step
+
+    def _advance(self, to_ns: int, what: str) -> None:
+        """The time up to `to_ns` went to `what`, unless a step run claims it later."""
+        if to_ns > self._at:
+            self._pending.append(Piece(self._at, to_ns, what))
+            self._at = to_ns
+
+    def _steps(self, run: StepRun) -> None:
+        begin = max(run.begin_ns, self._floor)
+        end = max(run.end_ns, begin)
+        self._advance(end, self._winner)
+        before, inside, self._pending = _split(self._pending, begin, end)
+        had_steps = self.first_step is not None
+        if not self.stints or self.stints[-1].next != run.first:
+            self.stints.append(RankStint(run.first, run.first))
+        stint = self.stints[-1]
+        stint.next = max(run.next, run.first)
+        pieces = [*before, *self._lay_run(run, inside, len(self.stints) - 1, self._pace)]
+        self._floor = end
+        self.last_ns = max(self.last_ns, end)
+        self.last_step_ns = end
+        if not had_steps:
+            self.first_step = (begin, end)
+            self.init.extend(pieces)
+            return
+        net = 0
+        for piece in pieces:
+            self.loop.add(piece)
+            if piece.what is Loop.STEP:
+                net += piece.end_ns - piece.begin_ns
+        if not stint.steps:
+            stint.steps.append(run.first)
+            stint.step_ns.append(0)
+        if stint.next > stint.steps[-1]:
+            stint.steps.append(stint.next)
+            stint.step_ns.append(stint.step_ns[-1] + net)
+        elif net:  # a run of no steps: its time goes to the step before it
+            stint.step_ns[-1] += net
+
+    def _lay_run(self, run: StepRun | Cell, inside: list[Piece], stint: int, pace: Pace) -> list[Piece]:
+        """The run's time: what spans claim, then in what is left the waits for data, the steps, and what stalled."""
+        free = [piece for piece in inside if PRECEDENCE[piece.what] >= PRECEDENCE[Loop.STEP]]
+        free_ns = sum(piece.end_ns - piece.begin_ns for piece in free)
+        count = max(run.count, 1)
+        if count == 1:
+            waited = [piece for piece in _split(free, run.begin_ns, run.begin_ns + max(run.data_ns, 0))[1]]
+            data_ns = sum(piece.end_ns - piece.begin_ns for piece in waited)
+        else:
+            data_ns = min(max(run.data_ns, 0), free_ns)
+        step_ns = free_ns - data_ns
+        stall_ns = pace.stalled_ns(step_ns, self._rule) if count == 1 else 0
+        pace.add(step_ns // count, count)
+        shares = [(Activity.DATA_WAIT, data_ns), (Loop.STEP, step_ns - stall_ns), (Loop.STALL, stall_ns)]
+        return _fill(inside, shares, stint, run.first, max(run.next, run.first))
+
+    # --- looking ---
+
+    @property
+    def typical_step_ns(self) -> int | None:
+        """What a step takes, net, in the median."""
+        return self._pace.typical_ns()
+
+    def look(self, until_ns: int, alive: bool) -> "Look":
+        """The whole timeline up to `until_ns`: the settled part, and over it what the cell and open spans tell."""
+        look = Look(self._warm_init(), self.loop, [], list(self._pending))
+        if until_ns > self._at:
+            look.tail.append(Piece(self._at, until_ns, self._winner))
+        cell, floor = self.cell, self._floor
+        if cell is None or (cell.since_ns < 0 and not cell.count):
+            return look
+        pace = self._pace.copy()
+        if cell.count and floor <= cell.begin_ns and cell.end_ns <= until_ns:
+            before, inside, look.tail = _split(look.tail, cell.begin_ns, cell.end_ns)
+            look.open_run = before + self._lay_run(cell, inside, self._stint_of(cell), pace)
+            floor = cell.end_ns
+        if cell.since_ns >= 0 and floor <= until_ns:
+            look.open_run += self._lay_open_step(cell, floor, look.tail, until_ns, alive, pace)
+            look.tail = []
+        return look
+
+    def open_stint(self) -> RankStint | None:
+        """The newest stint with the steps that so far only the cell knows of."""
+        stint, cell = self.stints[-1] if self.stints else None, self.cell
+        if cell is None or not cell.count or cell.begin_ns < self._floor:
+            return stint
+        if stint is None or stint.next != cell.first:
+            return RankStint(cell.first, cell.next)
+        return RankStint(stint.first, cell.next, stint.batch_size, stint.restored, stint.saved)
+
+    def _warm_init(self) -> list[Piece]:
+        """The pieces up to the first step's end. A first step far longer than a typical one was warming up."""
+        if len(self.loop.items) == 0:
+            return self.init
+        took = sum(piece.end_ns - piece.begin_ns for piece in self.init if piece.what is Loop.STEP)
+        warming = self._pace.stalled_ns(took, self._rule)
+        if not warming:
+            return self.init
+        pieces = []
+        for piece in self.init:
+            if piece.what is Loop.STEP and warming:
+                until = min(piece.begin_ns + warming, piece.end_ns)
+                warming -= until - piece.begin_ns
+                pieces.append(Piece(piece.begin_ns, until, NOTHING))
+                if until == piece.end_ns:
+                    continue
+                piece = piece._replace(begin_ns=until)
+            pieces.append(piece)
+        return pieces
+
+    def _stint_of(self, cell: Cell) -> int:
+        return len(self.stints) - 1 if self.stints and self.stints[-1].next == cell.first else len(self.stints)
+
+    def _lay_open_step(
+        self, cell: Cell, floor: int, pending: list[Piece], until_ns: int, alive: bool, pace: Pace
+    ) -> list[Piece]:
+        """The step under way: its wait for data, then the step itself, cut short if the process is dead."""
+        since = min(max(cell.since_ns, floor), until_ns) if cell.since_ns > 0 else until_ns
+        before, waiting, stepping = _split(pending, floor, since)
+        pieces = before + _fill(waiting, [(Activity.DATA_WAIT, _free_ns(waiting))], -1, 0, 0)
+        free_ns = _free_ns(stepping)
+        stall_ns = pace.stalled_ns(free_ns, self._rule)
+        what = Loop.STEP if alive else Loop.CUT_STEP
+        stint = max(self._stint_of(cell), 0)
+        shares = [(what, free_ns - stall_ns), (Loop.STALL, stall_ns)]
+        return pieces + _fill(stepping, shares, stint, cell.next, cell.next)
+
+
+@dataclass(slots=True)
+class Look:
+    """A timeline as it stands at one moment: its pieces, in four lists that follow one another."""
+
+    init: list[Piece]
+    """Until the first step is done."""
+    loop: Pieces
+    open_run: list[Piece]
+    """What the step cell tells: the run so far, and the step under way."""
+    tail: list[Piece]
+    """After the last step; or, without any step, all there is."""
+
+
+def cut(piece: Piece, begin_ns: int, end_ns: int) -> Piece:
+    """The part of a piece inside a stretch that it overlaps; steps are cut in proportion."""
+    begin, end = max(piece.begin_ns, begin_ns), min(piece.end_ns, end_ns)
+    if (begin, end) == piece[:2]:
+        return piece
+    per_ns = (piece.next - piece.first) / (piece.end_ns - piece.begin_ns)
+    first = piece.first + (begin - piece.begin_ns) * per_ns
+    return piece._replace(begin_ns=begin, end_ns=end, first=first, next=piece.next - (piece.end_ns - end) * per_ns)
+
+
+def _count(sums: dict[str | int, int], piece: Piece, ns: int) -> None:
+    key = piece.stint if piece.what is Loop.STEP else piece.what
+    sums[key] = sums.get(key, 0) + ns
+
+
+def _split(pieces: list[Piece], begin: int, end: int) -> tuple[list[Piece], list[Piece], list[Piece]]:
+    """The pieces before, inside and after a stretch, cut where they cross its ends."""
+    before, inside, after = [], [], []
+    for piece in pieces:
+        if piece.begin_ns < begin:
+            before.append(piece._replace(end_ns=min(piece.end_ns, begin)))
+        if max(piece.begin_ns, begin) < min(piece.end_ns, end):
+            inside.append(piece._replace(begin_ns=max(piece.begin_ns, begin), end_ns=min(piece.end_ns, end)))
+        if piece.end_ns > end:
+            after.append(piece._replace(begin_ns=max(piece.begin_ns, end)))
+    return before, inside, after
+
+
+def _free_ns(pieces: list[Piece]) -> int:
+    return sum(p.end_ns - p.begin_ns for p in pieces if PRECEDENCE[p.what] >= PRECEDENCE[Loop.STEP])
+
+
+def _fill(
+    pieces: list[Piece], shares: Sequence[tuple[str, int]], stint: int, first: float, next: float
+) -> list[Piece]:
+    """Gives the time that no stronger activity claims to `shares`, in their order; steps are spread over their share."""
+    filled: list[Piece] = []
+    left = list(shares)
+    step_ns = dict(shares).get(Loop.STEP, 0)
+    done_ns = 0
+    for piece in pieces:
+        if PRECEDENCE[piece.what] < PRECEDENCE[Loop.STEP]:
+            filled.append(piece)
+            continue
+        at = piece.begin_ns
+        while at < piece.end_ns:
+            what, share = left[0]
+            took = min(share, piece.end_ns - at)
+            if took:
+                a = b = 0.0
+                if what is Loop.STEP:
+                    a, b = (first + (next - first) * ns / step_ns for ns in (done_ns, done_ns + took))
+                    done_ns += took
+                filled.append(Piece(at, at + took, what, stint if what is Loop.STEP else -1, a, b))
+                at += took
+            if took == share:
+                left.pop(0)
+            else:
+                left[0] = (what, share - took)
+    return filled

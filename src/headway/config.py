@@ -1,0 +1,59 @@
+"""Settings from the environment, read once, at the edge."""
+
+import difflib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from headway.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a user can set. Each field is the variable `HEADWAY_<FIELD>`."""
+
+    home: Path = Path("~/.headway")
+    """Folder that holds the jobs. It may be on a network file system; then journals go through the spool."""
+    spool: Path | None = None
+    """Node-local folder for journals on their way to `home`. Setting it makes every journal take that way."""
+    job: str = ""
+    """Name of the job this process belongs to. Without it: the scheduler's id, or the launcher's run id."""
+    attempt: str = ""
+    """Number of this attempt, from a supervisor that counts them. Without it attempts are told apart by their ranks."""
+    node: str = ""
+    """Name of this node, where the host name will not do."""
+    eligible: str = ""
+    """When the job could first have run: seconds since 1970, or ISO 8601 with a zone. For platforms not known to us."""
+    allocated: str = ""
+    """When the job got its hardware, in the same form."""
+    disable: str = ""
+    """Set to 1, `headway.current()` records nothing."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
+        """Reads `HEADWAY_*`; InputError for a name that is not a setting."""
+        known = {f"HEADWAY_{f.name.upper()}": f.name for f in fields(cls)}
+        given = {name: value for name, value in environ.items() if name.startswith("HEADWAY_") and value}
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(sorted(known))}."
+                raise InputError(f"{name} is set, but headway has no such setting: {hint}")
+        values: dict[str, object] = {known[name]: value for name, value in given.items()}
+        for key in ("home", "spool"):
+            if key in values:
+                values[key] = Path(str(values[key]))
+        settings = cls(**values)  # type: ignore[arg-type]
+        return settings
+
+    @property
+    def home_folder(self) -> Path:
+        """`home`, absolute."""
+        return self.home.expanduser().absolute()
+
+    @property
+    def spool_folder(self) -> Path:
+        """`spool`, or a folder of this user's under the temporary directory."""
+        return (self.spool or Path(tempfile.gettempdir()) / f"headway-{os.getuid()}").absolute()

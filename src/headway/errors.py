@@ -1,0 +1,25 @@
+"""What headway raises, by whose fault it is.
+
+HeadwayError
+├── InputError        the caller's: a name, a flag, a file that cannot be used as given
+│   └── UnknownJob    no job of that name in this home
+└── PlatformError     the machine's: a folder that cannot be written, a tool that does not answer
+
+Nothing here is raised into a training loop: inside a job, headway degrades and says so once.
+"""
+
+
+class HeadwayError(Exception):
+    """Base of every error headway raises; its text says what happened, why, and what to do."""
+
+
+class InputError(HeadwayError):
+    """Something the caller gave cannot be used."""
+
+
+class UnknownJob(InputError):
+    """No job of that name has a journal here."""
+
+
+class PlatformError(HeadwayError):
+    """The machine refused something headway needs."""

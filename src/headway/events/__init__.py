@@ -1,0 +1,1 @@
+"""The journal: what a job's processes write about themselves, and how it is read back."""

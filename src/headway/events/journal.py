@@ -1,0 +1,328 @@
+"""The journal file: an append-only log in shared memory that a SIGKILL cannot tear, and its reader.
+
+    0    magic, format, and two slots of the step cell, written in turn
+    512  frames: length (4 bytes), CRC-32 of the payload (4), payload, padding to 4
+
+A frame counts once its length is not zero. The writer stores CRC and payload first and the length last, so whatever
+instant it dies at, the file ends with a whole frame. Space is allocated before it is mapped: a full disk is an error
+that the writer survives, never a SIGBUS.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from zlib import crc32
+
+from headway.events.vocabulary import FORMAT, Dropped, Record, decode, encode
+
+MAGIC = b"headway\n"
+HEADER = struct.Struct("<8sI")
+HEADER_BYTES = 512
+FIRST_SEGMENT_BYTES = 16 * 1024
+LAST_SEGMENT_BYTES = 1024 * 1024
+FRAME_LIMIT_BYTES = 1 << 20
+
+_U32 = struct.Struct("<I")
+_pack_u32 = _U32.pack
+_CELL = struct.Struct("<QqqqqqqqQ")
+_SLOTS = (64, 192)
+_RETRY_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Where the training loop stands: the run of like steps so far, and the step that is under way."""
+
+    first: int
+    next: int
+    """The first step not yet finished."""
+    begin_ns: int
+    end_ns: int
+    """End of the last finished step. The wait for the next batch begins here."""
+    data_ns: int
+    """Waits for data inside the run."""
+    count: int
+    since_ns: int
+    """When the step under way got its data; 0 while it waits for it, -1 outside the loop."""
+
+
+class Writer:
+    """Appends records to one journal file; safe from any thread and from signal handlers."""
+
+    def __init__(self, path: Path, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.path = path
+        self.lost = 0
+        """Records that found no space and are not yet accounted for by a `Dropped` record."""
+        self._now_ns = now_ns
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # A POSIX lock dies with its process and is not inherited: readers take it as the sign of life.
+        with contextlib.suppress(OSError):
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        self._lock = threading.RLock()
+        self._retry_at_ns = 0
+        self._size = 0
+        self._room_until = 0
+        self._end = HEADER_BYTES
+        self._memory: mmap.mmap | PlainFile = PlainFile(self._fd)
+        self._grow(HEADER_BYTES)
+        try:
+            self._memory[0 : HEADER.size] = HEADER.pack(MAGIC, FORMAT)
+        except OSError:
+            self.close()
+            raise
+        self.cell = CellWriter(self._memory)
+
+    def append(self, payload: bytes) -> bool:
+        """Writes one record; when this returns True, a kill of the process cannot lose it."""
+        length = len(payload)
+        size = length + 11 & ~3
+        body = _pack_u32(crc32(payload)) + payload
+        self._lock.acquire()
+        try:
+            if self._end + size > self._room_until and not self._make_room(size):
+                self.lost += 1
+                return False
+            # Reserved before it is written: a signal handler that appends in between goes behind it.
+            begin = self._end
+            self._end = begin + size
+            memory = self._memory
+            memory[begin + 4 : begin + 8 + length] = body
+            memory[begin : begin + 4] = _pack_u32(length)
+            return True
+        except OSError:  # only a plain file can fail here: mapped memory was allocated before
+            self._end = begin
+            self.lost += 1
+            self._room_until = 0
+            return False
+        finally:
+            self._lock.release()
+
+    def _make_room(self, size: int) -> bool:
+        """Grows the file; after a spell without space, first says how much was lost."""
+        if self._fd < 0:
+            return False
+        if self.lost:
+            if self._now_ns() < self._retry_at_ns:
+                return False
+            self._retry_at_ns = self._now_ns() + _RETRY_NS
+        notice = encode(Dropped(t_ns=self._now_ns(), count=self.lost)) if self.lost else b""
+        if not self._grow(self._end + size + len(notice) + 11):
+            self._room_until = 0
+            return False
+        self._room_until = self._size
+        if notice:
+            lost, self.lost = self.lost, 0
+            if not self.append(notice):
+                self.lost = lost
+                return False
+        return True
+
+    def _grow(self, need: int) -> bool:
+        """Allocates and maps space for `need` bytes in all; a file that cannot be mapped is written to plainly."""
+        if need <= self._size:
+            return True
+        step = min(max(self._size, FIRST_SEGMENT_BYTES), LAST_SEGMENT_BYTES)
+        for size in (max(need, self._size + step), -(-need // mmap.PAGESIZE) * mmap.PAGESIZE):
+            try:
+                os.posix_fallocate(self._fd, self._size, size - self._size)
+                self._map(size)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    self._size = 1 << 62  # no allocation on this file system: plain writes from here on
+                    self._memory = PlainFile(self._fd)
+                    return True
+        return False
+
+    def _map(self, size: int) -> None:
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.resize(size)
+        else:
+            self._memory = mmap.mmap(self._fd, size)
+        self._size = size
+
+    def close(self) -> None:
+        """Trims the file to what was written."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            if isinstance(self._memory, mmap.mmap):
+                self._memory.flush()
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._end)
+            os.close(self._fd)
+            self._fd, self._room_until = -1, 0  # pages past the end are gone: nothing may touch them again
+
+
+class PlainFile:
+    """Stands in for mapped memory where a file cannot be mapped: each store is a `write`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __setitem__(self, where: slice, data: bytes) -> None:
+        if os.pwrite(self._fd, data, where.start) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class CellWriter:
+    """Keeps the step cell: two slots written in turn, each with its number at both ends, so one is always whole."""
+
+    def __init__(self, memory: mmap.mmap | PlainFile) -> None:
+        self._plain = memory if isinstance(memory, PlainFile) else None
+        self._buffer = bytearray(HEADER_BYTES) if isinstance(memory, PlainFile) else memory
+        self._number = 0
+
+    def write(self, first: int, next: int, begin: int, end: int, data: int, count: int, since: int) -> None:
+        """Stores a `Cell`'s fields."""
+        number = self._number = self._number + 1
+        slot = _SLOTS[number & 1]
+        _pack_cell(self._buffer, slot, number, first, next, begin, end, data, count, since, number)
+        if self._plain is not None:
+            with contextlib.suppress(OSError):  # the header's block was allocated when the file was made
+                self._plain[slot : slot + _CELL.size] = bytes(self._buffer[slot : slot + _CELL.size])
+
+
+_pack_cell = _CELL.pack_into
+
+
+def parse_cell(header: bytes) -> Cell | None:
+    """The newest whole slot of a header; None before the first loop."""
+    best = (0,) * 9
+    for slot in _SLOTS:
+        if len(header) >= slot + _CELL.size:
+            fields = _CELL.unpack_from(header, slot)
+            if fields[0] == fields[-1] and fields[0] > best[0]:
+                best = fields
+    return Cell(*best[1:-1]) if best[0] else None
+
+
+@dataclass
+class Batch:
+    """What a journal held beyond what was read before."""
+
+    records: list[Record] = field(default_factory=list)
+    cell: Cell | None = None
+    problems: list[str] = field(default_factory=list)
+    raw: bytes = b""
+    """The frames as they stand in the file, from `offset` on."""
+    offset: int = 0
+
+
+class Follower:
+    """Reads a journal from where it last stopped, while it is written or after."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was read yet."""
+        return self._offset > HEADER_BYTES
+
+    def poll(self) -> Batch:
+        """All whole records since the last poll, and the step cell. Raises nothing for a damaged file: it says so."""
+        try:
+            with open(self.path, "rb") as file:
+                return self._read(file.fileno())
+        except OSError as error:
+            return Batch(problems=[f"{self.path.name} cannot be read ({error.strerror}): its process is missing here"])
+
+    def _read(self, fd: int) -> Batch:
+        header, again = os.pread(fd, HEADER_BYTES, 0), None
+        while header != again:  # the cell may be written while it is read
+            header, again = os.pread(fd, HEADER_BYTES, 0), header
+        if not self._offset:
+            if not header.strip(b"\0"):  # its process has only just made it, or died right then
+                return Batch()
+            if problem := header_problem(header):
+                return Batch(problems=[f"{self.path.name} {problem}"])
+            self._offset = HEADER_BYTES
+        # Cell before frames: a run that is flushed in between is then seen twice, which readers notice, not lost.
+        cell = parse_cell(header)
+        batch = decode_frames(_read_from(fd, self._offset))
+        batch.cell, batch.offset = cell, self._offset
+        batch.problems = [f"{self.path.name} {problem}" for problem in batch.problems]
+        self._offset += len(batch.raw)
+        return batch
+
+
+def decode_frames(data: bytes) -> Batch:
+    """All whole records at the beginning of `data`."""
+    batch = Batch()
+    used = 0
+    for payload, used in frames(data, batch.problems):
+        try:
+            record = decode(payload)
+        except ValueError as error:
+            batch.problems.append(f"holds something that is {error}")
+            continue
+        if record is not None:
+            batch.records.append(record)
+    batch.raw = data[:used]
+    return batch
+
+
+def frame(payload: bytes) -> bytes:
+    """A payload as it stands in a log."""
+    return _pack_u32(len(payload)) + _pack_u32(crc32(payload)) + payload + bytes(-len(payload) % 4)
+
+
+def header_problem(header: bytes) -> str:
+    """Why the file cannot be read as a journal; empty if it can."""
+    if len(header) < HEADER.size or header[: len(MAGIC)] != MAGIC:
+        return "is not a headway journal, and is left out"
+    _, version = HEADER.unpack_from(header)
+    if version > FORMAT:
+        return f"has format {version}, and this headway reads up to {FORMAT}: upgrade headway to count its process"
+    return ""
+
+
+def frames(data: bytes, problems: list[str]) -> Iterator[tuple[bytes, int]]:
+    """Each whole frame's payload and the offset behind it. A damaged frame is skipped if a whole one follows it."""
+    at = 0
+    while at + 8 <= len(data):
+        length = _U32.unpack_from(data, at)[0]
+        if not length:
+            return
+        after = at + 8 + (length + 3 & ~3)
+        if length > FRAME_LIMIT_BYTES or at + 8 + length > len(data):
+            if length > FRAME_LIMIT_BYTES:
+                problems.append(f"is damaged at byte {at} of what was read: the rest of it is left out")
+            return
+        payload = data[at + 8 : at + 8 + length]
+        if crc32(payload) == _U32.unpack_from(data, at + 4)[0]:
+            yield payload, after
+        elif after + 8 <= len(data) and _U32.unpack_from(data, after)[0]:
+            problems.append("has a damaged record, which is left out")
+        else:
+            return
+        at = after
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether the process that writes this journal lives (on this machine). Never call it from that process:
+    closing any descriptor of the file would drop its lock."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _read_from(fd: int, offset: int) -> bytes:
+    os.lseek(fd, offset, os.SEEK_SET)
+    with os.fdopen(os.dup(fd), "rb") as file:
+        return file.read()

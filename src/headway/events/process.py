@@ -1,0 +1,99 @@
+"""Who this process is: its job, its rank, its launcher, and how the three are found out without guessing."""
+
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headway.events.clock import Clock, start_ticks
+from headway.events.vocabulary import Process, clean_text
+
+_SECRET = re.compile(r"(?i)(token|secret|passw(or)?d|passwd|api[-_]?key|access[-_]?key|credential|auth)")
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def describe(
+    environ: Mapping[str, str], job: str, clock: Clock, *, node: str = "", attempt: str = "", role: str = "rank"
+) -> Process:
+    """The first record of this process's journal."""
+    pid = os.getpid()
+    now, wall = clock.now_ns(), clock.wall_ns()
+    launcher, launched = _launcher(environ, clock)
+    return Process(
+        t_ns=now,
+        wall_ns=wall,
+        boot=clock.boot(),
+        node=clean_text(node or socket.gethostname()),
+        pid=pid,
+        job=job,
+        role=role,
+        rank=_number(environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+        local_rank=_number(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        world_size=max(1, _number(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
+        started_ns=clock.process_started_ns(pid) or now,
+        launcher=launcher,
+        launcher_started_ns=launched,
+        launch=_launch(environ, launcher),
+        attempt=int(attempt) if attempt.isdecimal() else None,
+        program=clean_text(sys.argv[0] if sys.argv else ""),
+        command=command_line(sys.orig_argv),
+    )
+
+
+def process_name(process: Process) -> str:
+    """A name no other process has, not even one that got the same pid later."""
+    return f"{process.node}-{process.boot[:8]}-{process.pid}-{start_ticks(process.pid) or process.t_ns}"
+
+
+def job_name(environ: Mapping[str, str], given: str = "") -> str:
+    """The job this process belongs to: the given name, else the scheduler's or the launcher's id, else a new one."""
+    if given:
+        return given
+    if slurm := environ.get("SLURM_JOB_ID"):
+        if array := environ.get("SLURM_ARRAY_JOB_ID"):
+            return f"slurm-{array}_{environ.get('SLURM_ARRAY_TASK_ID', '0')}"
+        return f"slurm-{slurm}"
+    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c") else "python"
+    if run := environ.get("TORCHELASTIC_RUN_ID"):
+        if run != "none":
+            return f"{script}-{run}"
+        # torchrun's default id is the same for every job: on one node its agent tells jobs apart, on several nothing does
+        if environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            return f"{script}-{os.getppid()}-{start_ticks(os.getppid())}"
+    return f"{script}-{secrets.token_hex(4)}"
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command, with what looks like a secret blanked."""
+    words, blank_next = [], False
+    for word in argv:
+        key, equals, _ = word.partition("=")
+        if blank_next and not word.startswith("-"):
+            word = "***"
+        elif equals and _SECRET.search(key):
+            word = f"{key}=***"
+        blank_next = not equals and word.startswith("-") and bool(_SECRET.search(word))
+        words.append(_URL_LOGIN.sub("***@", word))
+    return clean_text(" ".join(words))
+
+
+def _launcher(environ: Mapping[str, str], clock: Clock) -> tuple[str, int | None]:
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return "", None
+    parent = os.getppid()
+    return f"{parent}-{start_ticks(parent)}", clock.process_started_ns(parent)
+
+
+def _launch(environ: Mapping[str, str], launcher: str) -> str:
+    counts = [environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")]
+    return "/".join([launcher, *counts]) if any((launcher, *counts)) else ""
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int:
+    for name in names:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    return 0

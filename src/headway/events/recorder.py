@@ -1,0 +1,233 @@
+"""What a process says about itself: spans, marks and steps, written to its journal as they happen.
+
+The calls a training loop makes (`span`, `steps`) cost about a microsecond and never raise: a record that cannot be
+written is counted as lost, and the job goes on.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from headway.events.clock import Clock
+from headway.events.journal import CellWriter, Writer
+from headway.events.vocabulary import LoopBegin, Mark, Name, Record, SpanBegin, SpanEnd, StepRun, clean_text, encode
+
+T = TypeVar("T")
+
+RUN_LIMIT = 256
+"""Most steps in one run: bounds what is estimated when a run must be split at a step."""
+
+UNLIKE_LIMIT = 16
+"""This many unlike steps among `RUN_LIMIT` are not rare, and become the measure."""
+
+_pack_begin = SpanBegin.LAYOUT.pack
+_pack_end = SpanEnd.LAYOUT.pack
+_pack_run = StepRun.LAYOUT.pack
+_thread = threading.get_ident
+
+
+class Recorder:
+    """Writes one process's journal."""
+
+    def __init__(self, writer: Writer, clock: Clock | None = None) -> None:
+        clock = clock or Clock()
+        self.writer = writer
+        self.now_ns = clock.now_ns
+        self.steps_meter = StepMeter(self)
+        self._names: dict[str, int] = {}
+        self._span = 0
+        self._append = writer.append
+        _recorders.add(self)
+
+    def record(self, record: Record) -> bool:
+        """Writes any record; True once it cannot be lost by a kill."""
+        return self._append(encode(record))
+
+    def span(self, name: str, **attrs: Any) -> "Span":
+        """A context manager that times an activity. Names of `Activity` count in the ledger, others are shown."""
+        return Span(self, self._names.get(name) or self._number(name), attrs)
+
+    def mark(self, name: str, **attrs: Any) -> None:
+        """Notes that something happened now."""
+        self.record(Mark(t_ns=self.now_ns(), name=clean_text(name), attrs=attrs))
+
+    def steps(
+        self, batches: Iterable[T], first: int | None = None, batch_size: int | None = None
+    ) -> Iterator[tuple[int, T]]:
+        """Yields `(step, batch)`, measuring each step and its wait for data; `first` numbers the first one."""
+        meter = self.steps_meter
+        step = meter.open(first, batch_size)
+        try:
+            for batch in batches:
+                meter.begin()
+                yield step, batch
+                step += 1
+                meter.end(step)
+        except GeneratorExit:  # `break` in the loop's body: the step it left was trained
+            if meter._open:
+                meter.end(step + 1)
+            raise
+        finally:
+            meter.close()
+
+    def close(self) -> None:
+        """Ends the journal."""
+        self.steps_meter.flush()
+        self.steps_meter._open = False
+        self.writer.close()
+
+    def detach(self) -> None:
+        """Silences this recorder in a forked child: the journal belongs to its parent."""
+        self._append = _nowhere
+        self.steps_meter._cell = _NoCell()
+
+    def _number(self, name: str) -> int:
+        text = clean_text(name)
+        number = self._names.get(text) or len(self._names) % 0xFFFF + 1
+        self._names[text] = self._names[name] = number
+        self.record(Name(number, text))
+        return number
+
+
+class Span:
+    """One timed activity. Begin and end are separate records: a kill in between leaves the begin."""
+
+    __slots__ = ("_attrs", "_name", "_recorder", "_span")
+
+    def __init__(self, recorder: Recorder, name: int, attrs: dict[str, Any]) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._attrs = attrs
+
+    def __enter__(self) -> "Span":
+        recorder = self._recorder
+        span = self._span = recorder._span = recorder._span + 1 & 0xFFFFFFFF
+        thread = _thread() & 0xFFFFFFFF
+        if self._attrs:
+            recorder.record(SpanBegin(self._name, span, thread, recorder.now_ns(), self._attrs))
+        else:
+            recorder._append(_pack_begin(SpanBegin.KIND, self._name, span, thread, recorder.now_ns()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        recorder._append(_pack_end(SpanEnd.KIND, kind is not None, self._span, recorder.now_ns()))
+
+
+class StepMeter:
+    """Turns the two instants of every step (data arrived, step done) into the step cell and runs of like steps.
+
+    A step that takes longer than `_limit` is unlike the run and gets one of its own. The limit follows the runs; when
+    unlike steps are no longer rare, it follows them.
+    """
+
+    __slots__ = ("_begin", "_cell", "_count", "_data", "_end", "_first", "_limit", "_mark", "_next", "_now", "_open",
+                 "_recorder", "_since", "_unlike")  # fmt: skip
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        self._cell = recorder.writer.cell
+        self._now = recorder.now_ns
+        self._open = False
+        self._first = self._next = self._mark = 0
+        self._begin = self._end = self._since = self._data = self._count = 0
+        self._limit = 0
+        self._unlike: list[int] = []
+
+    def open(self, first: int | None = None, batch_size: int | None = None) -> int:
+        """A loop begins, at step `first` (by default after the last one). Returns the number of its first step."""
+        self.close()
+        now = self._now()
+        self._first = self._next = self._mark = self._next if first is None else first
+        self._recorder.record(LoopBegin(t_ns=now, first=self._first, batch_size=batch_size))
+        self._begin = self._end = now
+        self._count = self._data = 0
+        self._open = True
+        self._store(0)
+        return self._first
+
+    def begin(self) -> None:
+        """The step's data has arrived."""
+        self._since = since = self._now()
+        self._cell.write(self._first, self._next, self._begin, self._end, self._data, self._count, since)
+
+    def end(self, next: int) -> None:
+        """The step is done; the next one has number `next` and now waits for its data."""
+        now = self._now()
+        unlike = now - self._end > self._limit
+        if unlike and self._count:
+            self._write_run()
+        self._data += self._since - self._end
+        self._count = count = self._count + 1
+        self._end = now
+        self._next = next
+        if unlike or count >= RUN_LIMIT:
+            self._adapt(now - self._begin, unlike)
+            self._write_run()
+        self._cell.write(self._first, next, self._begin, now, self._data, self._count, 0)
+
+    def flush(self) -> bool:
+        """Moves the run so far into a record; the cell goes on telling of the step under way."""
+        return not self._count or self._write_run()
+
+    def close(self) -> None:
+        """The loop is over."""
+        if self._open:
+            self._open = False
+            if self.flush():  # else there is no space, and the cell goes on holding what the record could not
+                self._store(-1)
+
+    def _write_run(self) -> bool:
+        run = (self._count, self._first, self._next, self._begin, self._end, self._data)
+        written = self._recorder._append(_pack_run(StepRun.KIND, 0, *run))
+        if written:
+            self._first, self._begin = self._next, self._end
+            self._count = self._data = 0
+        return written
+
+    def _adapt(self, took_ns: int, unlike: bool) -> None:
+        if unlike:
+            self._unlike.append(took_ns)
+            if len(self._unlike) < UNLIKE_LIMIT:
+                return
+            if self._next - self._mark <= RUN_LIMIT:
+                self._limit = _limit(sorted(self._unlike)[UNLIKE_LIMIT // 2])
+        else:
+            self._limit = _limit(took_ns // self._count)
+        self._mark = self._next
+        self._unlike.clear()
+
+    def _store(self, since: int) -> None:
+        self._cell.write(self._first, self._next, self._begin, self._end, self._data, self._count, since)
+
+
+def _limit(typical_ns: int) -> int:
+    return max(3 * typical_ns, typical_ns + 100_000_000)
+
+
+def _nowhere(payload: bytes) -> bool:
+    return False
+
+
+class _NoCell(CellWriter):
+    def __init__(self) -> None:
+        pass
+
+    def write(self, *fields: int) -> None:
+        """Nothing: a forked child's steps are not its parent's."""
+
+
+_recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
+
+
+def _detach_all() -> None:
+    for recorder in list(_recorders):
+        recorder.detach()
+
+
+os.register_at_fork(after_in_child=_detach_all)

@@ -1,0 +1,316 @@
+"""Every word a journal can hold: the activities a span may name, and one class for each kind of record.
+
+All times are nanoseconds on the writer's monotonic clock. Span and step records are packed, because they are written
+inside training loops; every other kind is one JSON object. A reader fills fields an older writer did not know with
+their defaults, ignores fields and skips kinds a newer writer added.
+"""
+
+import dataclasses
+import json
+import struct
+import typing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar
+
+FORMAT = 1
+"""Version of the framing and of the packed records. It changes only when an older reader would misread."""
+
+NAME_LIMIT = 200
+"""Longest text, in characters, kept of a name; the rest is cut off."""
+
+
+class Activity(StrEnum):
+    """Span names the ledger understands. A span of any other name is shown, and never counted."""
+
+    # before the trainer
+    SCHEDULING = "scheduling"
+    HARDWARE_SETUP = "hardware_setup"
+    LAUNCHER_INIT = "launcher_init"
+    # between a failure and the next start, written by a supervisor
+    DETECTION = "detection"
+    TEARDOWN = "teardown"
+    BACKOFF = "backoff"
+    RENDEZVOUS = "rendezvous"
+    # stages of trainer initialisation
+    IMPORTS = "imports"
+    DEVICE_INIT = "device_init"
+    PROCESS_GROUP_INIT = "process_group_init"
+    PREPROC_CREATION = "preproc_creation"
+    TRAIN_MODULE_CREATION = "train_module_creation"
+    INIT_PLUGINS = "init_plugins"
+    PRE_TRAIN = "pre_train"
+    GET_FIRST_BATCH_DATA = "get_first_batch_data"
+    # anywhere
+    PT2_COMPILATION = "pt2_compilation"
+    CHECKPOINT_BLOCKING = "checkpoint_blocking"
+    CHECKPOINT_RESTORE = "checkpoint_restore"
+    DATA_WAIT = "data_wait"
+    DATA_SKIP = "data_skip"
+    EVALUATION = "evaluation"
+    PUBLISH = "publish"
+
+
+STAGES = (
+    Activity.IMPORTS,
+    Activity.DEVICE_INIT,
+    Activity.PROCESS_GROUP_INIT,
+    Activity.PREPROC_CREATION,
+    Activity.TRAIN_MODULE_CREATION,
+    Activity.INIT_PLUGINS,
+    Activity.PRE_TRAIN,
+    Activity.GET_FIRST_BATCH_DATA,
+)
+"""The stages of trainer initialisation (level 3 of the report), in their usual order."""
+
+
+# --- packed records ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Gives a text a number, so that each span carries two bytes of it."""
+
+    KIND: ClassVar[int] = 1
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<BxH")
+    number: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpanBegin:
+    """An activity began. Its end may never be written: the process can die inside it."""
+
+    KIND: ClassVar[int] = 2
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<BxHIIq")
+    name: int
+    span: int
+    thread: int
+    t_ns: int
+    attrs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEnd:
+    """The activity that began as `span` ended; `failed` if by an exception."""
+
+    KIND: ClassVar[int] = 3
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<BxHIq")
+    failed: int
+    span: int
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Consecutive steps of like duration, from `first` up to and without `next`; a stalled step is a run of its own.
+
+    Each step begins where the one before it ended, with the wait for its data: `data_ns` is the sum of those waits.
+    """
+
+    KIND: ClassVar[int] = 4
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<BxHIqqqqq")
+    flags: int
+    count: int
+    first: int
+    next: int
+    begin_ns: int
+    end_ns: int
+    data_ns: int
+
+
+# --- JSON records --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """Who writes this journal. Always its first record."""
+
+    KIND: ClassVar[int] = 32
+    t_ns: int
+    wall_ns: int
+    """Wall time at `t_ns`: places the whole boot's monotonic axis in the world."""
+    boot: str
+    node: str
+    pid: int
+    job: str
+    role: str = "rank"
+    """`rank`, `supervisor`, `publisher` …; only ranks train."""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    started_ns: int
+    """When the operating system started this process."""
+    launcher: str = ""
+    """Names the process that launched this one; empty if nothing but a shell did."""
+    launcher_started_ns: int | None = None
+    launch: str = ""
+    """Changes each time the launcher starts its workers anew."""
+    attempt: int | None = None
+    """Set by a supervisor that numbers attempts itself."""
+    program: str = ""
+    """The script or module that runs: steps of one program never repeat those of another."""
+    command: str = ""
+    """The command line, secrets blanked."""
+    headway: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnd:
+    """The process is about to exit. A journal without one ended by a kill, or has not ended."""
+
+    KIND: ClassVar[int] = 33
+    t_ns: int
+    error: str | None = None
+    """Type and text of the exception that ended it; None after a clean run."""
+    category: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGone:
+    """Somebody else saw the process end at `t_ns`: the collector, or a supervisor, which also knows the exit code."""
+
+    KIND: ClassVar[int] = 34
+    t_ns: int
+    exit_code: int | None = None
+    category: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled:
+    """What the platform says of this attempt's wait for hardware, in wall time."""
+
+    KIND: ClassVar[int] = 35
+    t_ns: int
+    eligible_wall_ns: int
+    """From here on the job could have run."""
+    allocated_wall_ns: int
+    """From here on it had its hardware."""
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopBegin:
+    """A training loop begins; its step runs follow."""
+
+    KIND: ClassVar[int] = 36
+    t_ns: int
+    first: int
+    batch_size: int | None = None
+    """Samples a step takes on this rank, where known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint is committed: every step before `step` survives a failure from now on."""
+
+    KIND: ClassVar[int] = 37
+    t_ns: int
+    step: int
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """Training goes on from a checkpoint: the next step to train is `step`."""
+
+    KIND: ClassVar[int] = 38
+    t_ns: int
+    step: int
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something happened; shown, and never counted."""
+
+    KIND: ClassVar[int] = 39
+    t_ns: int
+    name: str
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """`count` records could not be written before this one: the disk was full."""
+
+    KIND: ClassVar[int] = 40
+    t_ns: int
+    count: int
+
+
+Packed = Name | SpanBegin | SpanEnd | StepRun
+Record = Packed | Process | ProcessEnd | ProcessGone | Scheduled | LoopBegin | Saved | Restored | Mark | Dropped
+
+_JSON_KINDS: dict[int, type] = {
+    kind.KIND: kind
+    for kind in (Process, ProcessEnd, ProcessGone, Scheduled, LoopBegin, Saved, Restored, Mark, Dropped)
+}
+
+
+def _field_types(cls: type) -> dict[str, tuple[type, ...]]:
+    hints = typing.get_type_hints(cls)
+    options = {f.name: typing.get_args(hints[f.name]) or (hints[f.name],) for f in dataclasses.fields(cls)}
+    options |= {name: (dict,) for name in options if name == "attrs"}
+    return options
+
+
+_FIELD_TYPES = {kind: _field_types(cls) for kind, cls in _JSON_KINDS.items()}
+
+
+def clean_text(text: str) -> str:
+    """The text as a journal keeps it: valid Unicode, no control characters, at most `NAME_LIMIT` long."""
+    text = text[:NAME_LIMIT].encode("utf-8", "replace").decode()
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def encode(record: Record) -> bytes:
+    """The payload of one frame."""
+    match record:
+        case Name():
+            return Name.LAYOUT.pack(Name.KIND, record.number) + record.text.encode()
+        case SpanBegin():
+            head = SpanBegin.LAYOUT.pack(SpanBegin.KIND, record.name, record.span, record.thread, record.t_ns)
+            return head + _json(record.attrs) if record.attrs else head
+        case SpanEnd():
+            return SpanEnd.LAYOUT.pack(SpanEnd.KIND, record.failed, record.span, record.t_ns)
+        case StepRun():
+            return StepRun.LAYOUT.pack(StepRun.KIND, *dataclasses.astuple(record))
+    body = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    return bytes([record.KIND]) + _json(body)
+
+
+def decode(payload: bytes) -> Record | None:
+    """The record in a frame; None for a kind this version does not know. ValueError if the payload is not one."""
+    try:
+        return _decode(payload)
+    except (struct.error, IndexError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a journal record: {error}") from error
+
+
+def _decode(payload: bytes) -> Record | None:
+    kind = payload[0]
+    if kind == SpanEnd.KIND:
+        return SpanEnd(*SpanEnd.LAYOUT.unpack_from(payload)[1:])
+    if kind == SpanBegin.KIND:
+        trailer = payload[SpanBegin.LAYOUT.size :]
+        name, span, thread, t_ns = SpanBegin.LAYOUT.unpack_from(payload)[1:]
+        return SpanBegin(name, span, thread, t_ns, json.loads(trailer) if trailer else None)
+    if kind == StepRun.KIND:
+        return StepRun(*StepRun.LAYOUT.unpack_from(payload)[1:])
+    if kind == Name.KIND:
+        return Name(Name.LAYOUT.unpack_from(payload)[1], payload[Name.LAYOUT.size :].decode())
+    cls = _JSON_KINDS.get(kind)
+    if cls is None:
+        return None
+    types = _FIELD_TYPES[kind]
+    body = {key: value for key, value in json.loads(payload[1:]).items() if key in types}
+    for key, value in body.items():
+        if not isinstance(value, types[key]):
+            raise TypeError(f"{cls.__name__}.{key} is {value!r:.40}")
+    record: Record = cls(**body)
+    return record
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), default=str).encode()

@@ -1,0 +1,80 @@
+"""Where everything lies: one class names every file of a job."""
+
+import os
+from pathlib import Path
+from urllib.parse import quote, unquote
+from zlib import crc32
+
+from headway.errors import InputError
+
+JOURNAL = ".hwj"
+NODE = ".hwn"
+NETWORK = frozenset(
+    "nfs nfs4 cifs smb3 smbfs lustre gpfs ceph beegfs afs glusterfs pvfs2 orangefs 9p virtiofs fuse".split()
+)
+
+
+class JobPaths:
+    """The files of one job below a home or a spool folder."""
+
+    def __init__(self, home: Path, job: str) -> None:
+        if not job:
+            raise InputError("a job needs a name: it is empty. Give one with --job NAME or HEADWAY_JOB=NAME.")
+        self.job = job
+        self.folder = home / "jobs" / folder_name(job)
+        self.journals = self.folder / "journals"
+        """One file a process, written in place where the home is node-local."""
+        self.nodes = self.folder / "nodes"
+        """One file a collector, where it is not."""
+        self.collector_lock = self.folder / "collector.lock"
+
+    def make(self) -> "JobPaths":
+        """Creates the folders, readable by this user only."""
+        for folder in (self.journals, self.nodes):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self
+
+    def journal(self, process: str) -> Path:
+        """The journal of one process."""
+        return self.journals / (folder_name(process) + JOURNAL)
+
+    def node(self, collector: str) -> Path:
+        """What one collector brought together."""
+        return self.nodes / (folder_name(collector) + NODE)
+
+    def exists(self) -> bool:
+        """Whether anything was ever written for this job."""
+        return self.folder.is_dir()
+
+
+def jobs_in(home: Path) -> list[str]:
+    """The names of all jobs, the one that was last active first."""
+    folder = home / "jobs"
+    found = [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    return [unquote(entry.name) for entry in sorted(found, key=_last_change, reverse=True)]
+
+
+def folder_name(text: str) -> str:
+    """A file name for any text: no separators, no hidden or relative names, not longer than file systems allow."""
+    name = quote(text, safe=" @+=,", errors="replace")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    return name if len(name) <= 200 else f"{name[:180]}-{crc32(text.encode('utf-8', 'replace')):08x}"
+
+
+def is_network(folder: Path, mountinfo: str | None = None) -> bool:
+    """Whether the folder lies on a network file system, where mapped files are neither safe nor coherent."""
+    text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
+    target = os.path.realpath(folder)
+    best, kind = "", ""
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4].encode().decode("unicode_escape")
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, right.split()[0]
+    return kind.partition(".")[0] in NETWORK
+
+
+def _last_change(folder: Path) -> float:
+    return max((path.stat().st_mtime for path in (folder, folder / "journals", folder / "nodes") if path.exists()))
