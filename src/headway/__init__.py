@@ -1,0 +1,38 @@
+"""headway: see where a PyTorch job's time goes, and give more of it to training.
+
+    import headway
+
+    run = headway.current()                         # joins the job around it, or starts a local one
+    with run.stage("train_module_creation"):
+        model = build()
+    for step, batch in run.steps(loader):
+        train_step(model, batch)
+        if step % 100 == 99:
+            with run.span("checkpoint_blocking"):
+                save(model)
+            run.checkpoint_saved()
+    run.finish()
+
+Then `headway report` shows the job's Effective Training Time and what took the rest.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.errors import HeadwayError, InputError, PlatformError, UnknownJob
+    from headway.run import Activity, Run, current
+
+__version__ = "0.1.0"
+
+__all__ = ["Activity", "HeadwayError", "InputError", "PlatformError", "Run", "UnknownJob", "__version__", "current"]
+
+_HOME = dict.fromkeys(("HeadwayError", "InputError", "PlatformError", "UnknownJob"), "headway.errors")
+_HOME |= dict.fromkeys(("Activity", "Run", "current"), "headway.run")
+
+
+def __getattr__(name: str) -> Any:
+    # Names are loaded when first used, so that a script that imports headway and never calls it pays nothing.
+    if name not in _HOME:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,13 +1,11 @@
 """Settings from the environment, read once, at the edge."""
 
-import difflib
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from headway.errors import InputError
+from headway.errors import InputError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +30,18 @@ class Settings:
     """Set to 1, `headway.current()` records nothing."""
 
     @classmethod
+    def variables(cls) -> dict[str, str]:
+        """The field each variable sets."""
+        return {f"HEADWAY_{f.name.upper()}": f.name for f in fields(cls)}
+
+    @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
         """Reads `HEADWAY_*`; InputError for a name that is not a setting."""
-        known = {f"HEADWAY_{f.name.upper()}": f.name for f in fields(cls)}
+        known = cls.variables()
         given = {name: value for name, value in environ.items() if name.startswith("HEADWAY_") and value}
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(sorted(known))}."
-                raise InputError(f"{name} is set, but headway has no such setting: {hint}")
+                raise InputError(f"{name} is set, but headway has no such setting: {nearest(name, known)}")
         values: dict[str, object] = {known[name]: value for name, value in given.items()}
         for key in ("home", "spool"):
             if key in values:
@@ -56,4 +57,4 @@ class Settings:
     @property
     def spool_folder(self) -> Path:
         """`spool`, or a folder of this user's under the temporary directory."""
-        return (self.spool or Path(tempfile.gettempdir()) / f"headway-{os.getuid()}").absolute()
+        return (self.spool or Path(os.environ.get("TMPDIR", "/tmp")) / f"headway-{os.getuid()}").absolute()

@@ -8,6 +8,8 @@ HeadwayError
 Nothing here is raised into a training loop: inside a job, headway degrades and says so once.
 """
 
+from collections.abc import Iterable
+
 
 class HeadwayError(Exception):
     """Base of every error headway raises; its text says what happened, why, and what to do."""
@@ -23,3 +25,12 @@ class UnknownJob(InputError):
 
 class PlatformError(HeadwayError):
     """The machine refused something headway needs."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the known one it resembles, or all of them."""
+    import difflib  # slow to import, and only ever needed here
+
+    choices = sorted(map(str, known))
+    near = difflib.get_close_matches(given, choices, 1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(choices)}."

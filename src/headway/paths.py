@@ -1,11 +1,12 @@
 """Where everything lies: one class names every file of a job."""
 
 import os
+import stat
 from pathlib import Path
 from urllib.parse import quote, unquote
 from zlib import crc32
 
-from headway.errors import InputError
+from headway.errors import InputError, PlatformError
 
 JOURNAL = ".hwj"
 NODE = ".hwn"
@@ -34,6 +35,12 @@ class JobPaths:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self
 
+    def forget(self) -> None:
+        """Deletes all that is known of this job."""
+        import shutil  # slow to import, and no trainer ever forgets
+
+        shutil.rmtree(self.folder)
+
     def journal(self, process: str) -> Path:
         """The journal of one process."""
         return self.journals / (folder_name(process) + JOURNAL)
@@ -60,6 +67,18 @@ def folder_name(text: str) -> str:
     if name.startswith("."):
         name = "%2E" + name[1:]
     return name if len(name) <= 200 else f"{name[:180]}-{crc32(text.encode('utf-8', 'replace')):08x}"
+
+
+def private_folder(folder: Path) -> Path:
+    """The folder, made if need be; PlatformError if anyone but this user could write to it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PlatformError(
+            f"{folder} belongs to somebody else or can be written by others: a journal there could be forged. "
+            f"Remove it, or name another folder with HEADWAY_SPOOL."
+        )
+    return folder
 
 
 def is_network(folder: Path, mountinfo: str | None = None) -> bool:

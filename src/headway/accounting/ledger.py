@@ -1,7 +1,7 @@
 """The ledger: every nanosecond of a job, and of each of its ranks, in exactly one bucket.
 
 The job's own timeline is stitched from its ranks': up to the first step from the rank that everyone waited for, then
-from the one that trained least, after the last step from the one that left last. Each rank's time is a partition, so
+from the one that lost most in the loop, after the last step from the one that left last. Each rank's time is a partition, so
 the job's is one too.
 """
 
@@ -21,6 +21,7 @@ Labels = list[tuple[float, float, Bucket]]
 
 _bucket = cache(bucket)
 _STEP_KEYS: dict[Bucket, Key] = {b: (b, "") for b in Bucket}
+_STEPS = (Bucket.TRAINING_EFFECTIVE, Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_UNSAVED_STEPS)
 _UNATTRIBUTED: Key = (Bucket.UNATTRIBUTED, "")
 
 
@@ -40,6 +41,11 @@ class JobAccounts:
             self._timelines[process] = Timeline(self._stall)
         self._timelines[process].add(records, cell)
         self._problems.update(dict.fromkeys(problems))
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read."""
+        return list(self._problems)
 
     def ledger(self, now: Instant, alive: Collection[str] = ()) -> "Ledger | None":
         """The ledger as of `now`, given which processes live; None while no rank has begun."""
@@ -181,10 +187,17 @@ class RankView:
         return self.first_step_end_ns - stepping - self.attempt.begin_ns
 
     @property
+    def lost_in_loop_ns(self) -> int:
+        """Time between this rank's first step and its last that was not spent in steps."""
+        if self.first_step_end_ns is None or self.last_step_end_ns is None:
+            return -1
+        begin, end = self.first_step_end_ns, min(self.last_step_end_ns, self.attempt.end_ns)
+        return max(end - begin, 0) - sum(self.sums(begin, end).get((key, ""), 0) for key in _STEPS)
+
+    @property
     def step_ns(self) -> int:
         """Time spent in steps, new or not."""
-        keys = (Bucket.TRAINING_EFFECTIVE, Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_UNSAVED_STEPS)
-        return sum(self.sums_all.get((key, ""), 0) for key in keys)
+        return sum(self.sums_all.get((key, ""), 0) for key in _STEPS)
 
     def _key(self, what: str, part: Part) -> Key:
         return _bucket(what, part, self.attempt.number == 0, self.is_last)
@@ -261,7 +274,9 @@ class AttemptLedger:
     critical_rank: int | None = None
     """The rank everyone waited for until the first step."""
     slowest_rank: int | None = None
-    """The rank that trained least in the loop."""
+    """The rank that lost most in the loop."""
+    recovering_ns: tuple[int, int] = (0, 0)
+    """Its `recover.*` before the end of its first step, and after."""
 
     @property
     def wall_ns(self) -> int:
@@ -308,17 +323,17 @@ def _stitch(ledger: AttemptLedger) -> AttemptLedger:
     if not trained:
         ledger.critical_rank = max(views, key=lambda rank: (views[rank].member.begin_ns, -rank))
         ledger.sums = views[ledger.critical_rank].sums(begin, end)
+        ledger.recovering_ns = (_recovering(ledger.sums), 0)
         return ledger
     first = ledger.critical_rank = max(trained, key=lambda rank: (views[rank].waited_for_ns, -rank))
-    slow = ledger.slowest_rank = min(trained, key=lambda rank: (views[rank].step_ns, rank))
+    slow = ledger.slowest_rank = max(trained, key=lambda rank: (views[rank].lost_in_loop_ns, -rank))
     last = max(views, key=lambda rank: (views[rank].end_ns, -rank))
     started = min(max(views[first].first_step_end_ns or begin, begin), end)
     stopped = max((views[rank].last_step_end_ns or begin for rank in trained), default=begin)
     stopped = min(max(stopped, started), end)
-    ledger.sums = views[first].sums(begin, started)
-    for sums in (_explained(views, slow, started, stopped), views[last].sums(stopped, end)):
-        for key, ns in sums.items():
-            ledger.sums[key] = ledger.sums.get(key, 0) + ns
+    before = views[first].sums(begin, started)
+    after = _total((_explained(views, slow, started, stopped), views[last].sums(stopped, end)))
+    ledger.sums, ledger.recovering_ns = _total((before, after)), (_recovering(before), _recovering(after))
     return ledger
 
 
@@ -386,15 +401,6 @@ class Ledger:
         return by_bucket(self.sums)
 
     @property
-    def stages(self) -> dict[str, int]:
-        """Trainer initialisation, first and repeated, by stage."""
-        found = dict.fromkeys((*map(str, STAGES), OTHER), 0)
-        for (_, stage), ns in self.sums.items():
-            if stage:
-                found[str(stage)] += ns
-        return found
-
-    @property
     def failures(self) -> list[dict[str, Any]]:
         """One entry for each attempt that failed: by which rank, and why where that is known."""
         return [
@@ -410,17 +416,16 @@ class Ledger:
 
     @property
     def times_to_recover_ns(self) -> list[int]:
-        """For each recovery all its `recover.*`; attempts that failed before their first step belong to the next."""
+        """For each recovery all its `recover.*`, from the end of one attempt to the first step after it."""
         times: list[int] = []
-        goes_on = False
-        for attempt in self.attempts[1:]:
-            took = sum(ns for (key, _), ns in attempt.sums.items() if key.startswith("recover."))
-            if goes_on:
-                times[-1] += took
-            else:
-                times.append(took)
-            goes_on = attempt.slowest_rank is None
-        return times
+        open_ns = 0
+        for attempt in self.attempts:
+            before, after = attempt.recovering_ns
+            open_ns += before
+            if attempt.slowest_rank is not None:  # it trained: the recovery that led to it is over
+                times += [open_ns] if open_ns else []
+                open_ns = after
+        return [*times, open_ns] if open_ns else times
 
     @property
     def slowest_rank(self) -> int | None:
@@ -438,6 +443,15 @@ class Ledger:
             for attempt in self.attempts
             if rank in attempt.views or rank < attempt.attempt.world_size
         )
+
+    def select(self, attempt: int | None = None, rank: int | None = None) -> Sums:
+        """The job's time, or that of one attempt, one rank, or one rank in one attempt."""
+        if attempt is None:
+            return self.sums if rank is None else self.rank_sums(rank)
+        account = self.attempts[attempt]
+        if rank is None:
+            return account.sums
+        return account.views[rank].sums_all if rank in account.views else {_UNATTRIBUTED: account.wall_ns}
 
     @property
     def ranks(self) -> list[int]:
@@ -459,6 +473,19 @@ def by_bucket(sums: Sums) -> dict[Bucket, int]:
     for (key, _), ns in sums.items():
         result[key] += ns
     return result
+
+
+def by_stage(sums: Sums) -> dict[str, int]:
+    """Trainer initialisation, first and repeated, by stage, every stage present."""
+    result = dict.fromkeys((*map(str, STAGES), OTHER), 0)
+    for (_, stage), ns in sums.items():
+        if stage:
+            result[str(stage)] += ns
+    return result
+
+
+def _recovering(sums: Sums) -> int:
+    return sum(ns for (key, _), ns in sums.items() if key.startswith("recover."))
 
 
 def _total(parts: Iterable[Sums]) -> Sums:

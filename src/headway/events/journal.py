@@ -194,6 +194,26 @@ class CellWriter:
 _pack_cell = _CELL.pack_into
 
 
+class Nowhere(Writer):
+    """A writer that keeps nothing: for a recorder that is switched off, or has no place to write to."""
+
+    class _NoCell(CellWriter):
+        def write(self, *fields: int) -> None:
+            """Keeps nothing."""
+
+    def __init__(self) -> None:
+        self.path = Path(os.devnull)
+        self.lost = 0
+        self.cell = Nowhere._NoCell(PlainFile(-1))
+
+    def append(self, payload: bytes) -> bool:
+        """Keeps nothing, and says so."""
+        return False
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 def parse_cell(header: bytes) -> Cell | None:
     """The newest whole slot of a header; None before the first loop."""
     best = (0,) * 9

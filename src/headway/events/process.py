@@ -2,8 +2,6 @@
 
 import os
 import re
-import secrets
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ def describe(
         t_ns=now,
         wall_ns=wall,
         boot=clock.boot(),
-        node=clean_text(node or socket.gethostname()),
+        node=clean_text(node or os.uname().nodename),
         pid=pid,
         job=job,
         role=role,
@@ -63,7 +61,7 @@ def job_name(environ: Mapping[str, str], given: str = "") -> str:
         # torchrun's default id is the same for every job: on one node its agent tells jobs apart, on several nothing does
         if environ.get("GROUP_WORLD_SIZE", "1") == "1":
             return f"{script}-{os.getppid()}-{start_ticks(os.getppid())}"
-    return f"{script}-{secrets.token_hex(4)}"
+    return f"{script}-{os.urandom(4).hex()}"
 
 
 def command_line(argv: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from headway.events.clock import Clock
-from headway.events.journal import CellWriter, Writer
+from headway.events.journal import Nowhere, Writer
 from headway.events.vocabulary import LoopBegin, Mark, Name, Record, SpanBegin, SpanEnd, StepRun, clean_text, encode
 
 T = TypeVar("T")
@@ -81,8 +81,9 @@ class Recorder:
 
     def detach(self) -> None:
         """Silences this recorder in a forked child: the journal belongs to its parent."""
-        self._append = _nowhere
-        self.steps_meter._cell = _NoCell()
+        nowhere = Nowhere()
+        self._append = nowhere.append
+        self.steps_meter._cell = nowhere.cell
 
     def _number(self, name: str) -> int:
         text = clean_text(name)
@@ -171,6 +172,11 @@ class StepMeter:
             self._write_run()
         self._cell.write(self._first, next, self._begin, now, self._data, self._count, 0)
 
+    @property
+    def upcoming(self) -> int:
+        """The step that comes after the one under way."""
+        return self._next + (self._open and self._since > self._end)
+
     def flush(self) -> bool:
         """Moves the run so far into a record; the cell goes on telling of the step under way."""
         return not self._count or self._write_run()
@@ -208,18 +214,6 @@ class StepMeter:
 
 def _limit(typical_ns: int) -> int:
     return max(3 * typical_ns, typical_ns + 100_000_000)
-
-
-def _nowhere(payload: bytes) -> bool:
-    return False
-
-
-class _NoCell(CellWriter):
-    def __init__(self) -> None:
-        pass
-
-    def write(self, *fields: int) -> None:
-        """Nothing: a forked child's steps are not its parent's."""
 
 
 _recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()

@@ -11,6 +11,7 @@ import struct
 import typing
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Any, ClassVar
 
 FORMAT = 1
@@ -122,7 +123,7 @@ class StepRun:
 # --- JSON records --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Process:
     """Who writes this journal. Always its first record."""
 
@@ -155,7 +156,7 @@ class Process:
     headway: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessEnd:
     """The process is about to exit. A journal without one ended by a kill, or has not ended."""
 
@@ -166,7 +167,7 @@ class ProcessEnd:
     category: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessGone:
     """Somebody else saw the process end at `t_ns`: the collector, or a supervisor, which also knows the exit code."""
 
@@ -176,7 +177,7 @@ class ProcessGone:
     category: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Scheduled:
     """What the platform says of this attempt's wait for hardware, in wall time."""
 
@@ -189,7 +190,7 @@ class Scheduled:
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopBegin:
     """A training loop begins; its step runs follow."""
 
@@ -200,7 +201,7 @@ class LoopBegin:
     """Samples a step takes on this rank, where known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Saved:
     """A checkpoint is committed: every step before `step` survives a failure from now on."""
 
@@ -210,7 +211,7 @@ class Saved:
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Restored:
     """Training goes on from a checkpoint: the next step to train is `step`."""
 
@@ -220,7 +221,7 @@ class Restored:
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Mark:
     """Something happened; shown, and never counted."""
 
@@ -230,7 +231,7 @@ class Mark:
     attrs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Dropped:
     """`count` records could not be written before this one: the disk was full."""
 
@@ -248,14 +249,11 @@ _JSON_KINDS: dict[int, type] = {
 }
 
 
+@cache
 def _field_types(cls: type) -> dict[str, tuple[type, ...]]:
     hints = typing.get_type_hints(cls)
     options = {f.name: typing.get_args(hints[f.name]) or (hints[f.name],) for f in dataclasses.fields(cls)}
-    options |= {name: (dict,) for name in options if name == "attrs"}
-    return options
-
-
-_FIELD_TYPES = {kind: _field_types(cls) for kind, cls in _JSON_KINDS.items()}
+    return options | {name: (dict,) for name in options if name == "attrs"}
 
 
 def clean_text(text: str) -> str:
@@ -303,7 +301,7 @@ def _decode(payload: bytes) -> Record | None:
     cls = _JSON_KINDS.get(kind)
     if cls is None:
         return None
-    types = _FIELD_TYPES[kind]
+    types = _field_types(cls)
     body = {key: value for key, value in json.loads(payload[1:]).items() if key in types}
     for key, value in body.items():
         if not isinstance(value, types[key]):

@@ -43,11 +43,11 @@ class FakeClock(Clock):
         self._now = round((at - booted) * 1e9)
         self._wall = round((EPOCH_S + wall_ahead + at) * 1e9)
 
-    def now_ns(self) -> int:  # type: ignore[override]
+    def now_ns(self) -> int:
         """The monotonic clock."""
         return self._now
 
-    def wall_ns(self) -> int:  # type: ignore[override]
+    def wall_ns(self) -> int:
         """The wall clock."""
         return self._wall
 
@@ -86,9 +86,10 @@ class Story:
         """A process begins. `wall_ahead` is how far its host's wall clock is off; other words set `Process` fields."""
         self._pids += 1
         clock = FakeClock(start, boot=boot, wall_ahead=wall_ahead)
+        fields: dict[str, Any] = {"node": boot, "started_ns": clock.now_ns(), "program": "train.py"} | process
         record = Process(
             t_ns=clock.now_ns(), wall_ns=clock.wall_ns(), boot=boot, pid=self._pids, job=self.paths.job, rank=rank,
-            world_size=of, **({"node": boot, "started_ns": clock.now_ns(), "program": "train.py"} | process),
+            world_size=of, **fields,
         )  # fmt: skip
         told = Rank(Recorder(Writer(self.paths.journal(f"p{self._pids}"), clock.now_ns), clock), clock, record)
         self._ranks.append(told)

@@ -1,0 +1,197 @@
+"""What to do about it: fixes, ranked by the ETT points that each would give back at most."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.accounting.ledger import Ledger, percent
+from headway.accounting.rules import OTHER, Bucket
+from headway.events.vocabulary import Activity, Saved
+
+LEAST_POINTS = 0.5
+"""Fixes that would give back less are not worth reading."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One fix."""
+
+    title: str
+    points: float
+    """ETT points the job would have had more, had this cost nothing."""
+    seconds: float
+    fix: str
+    """The command or line that applies it."""
+    bucket: str
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """A fix for all the time in some buckets, or in one stage of trainer initialisation."""
+
+    title: str
+    fix: str
+    buckets: tuple[Bucket, ...]
+    stage: str = ""
+
+
+_INIT = (Bucket.START_TRAINER_INIT, Bucket.RECOVER_TRAINER_INIT)
+
+_REMEDIES = (
+    _Remedy(
+        "compile from a cache that outlives the process",
+        "export TORCHINDUCTOR_CACHE_DIR=/a/folder/that/stays",
+        (Bucket.START_PT2_COMPILATION, Bucket.RECOVER_PT2_COMPILATION),
+    ),
+    _Remedy(
+        "stop recompiling when shapes change",
+        "TORCH_LOGS=recompiles shows why; then torch.compile(model, dynamic=True)",
+        (Bucket.WASTE_RECOMPILATION,),
+    ),
+    _Remedy(
+        "load data ahead of the steps",
+        "DataLoader(..., num_workers=4, prefetch_factor=4, persistent_workers=True)",
+        (Bucket.WASTE_DATA_WAIT,),
+    ),
+    _Remedy(
+        "save checkpoints in the background",
+        "torch.distributed.checkpoint.async_save(state, async_stager=stager), one stager kept for all saves",
+        (Bucket.WASTE_CHECKPOINT_BLOCKING,),
+    ),
+    _Remedy(
+        "evaluate less often, or on another machine",
+        "if step % 10_000 == 0: evaluate()",
+        (Bucket.WASTE_EVALUATION,),
+    ),
+    _Remedy(
+        "find the step that hangs",
+        "py-spy dump --pid PID on the slowest rank; headway report --perfetto FILE shows when",
+        (Bucket.WASTE_STALL,),
+    ),
+    _Remedy(
+        "restart at once and in place",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 --monitor-interval 0.1",
+        (Bucket.RECOVER_DETECTION, Bucket.RECOVER_TEARDOWN, Bucket.RECOVER_BACKOFF, Bucket.RECOVER_RENDEZVOUS),
+    ),
+    _Remedy(
+        "skip data without reading it",
+        "torchdata.stateful_dataloader.StatefulDataLoader, with its state_dict in the checkpoint",
+        (Bucket.RECOVER_DATA_SKIP,),
+    ),
+    _Remedy(
+        "restore from a mapped file",
+        "torch.load(path, mmap=True); model.load_state_dict(state, assign=True)",
+        (Bucket.RECOVER_CHECKPOINT_RESTORE,),
+    ),
+    _Remedy(
+        "import less before the first step",
+        "python -X importtime train.py 2> imports.txt",
+        _INIT,
+        Activity.IMPORTS,
+    ),
+    _Remedy(
+        "make process groups when first used",
+        "export TORCH_GLOO_LAZY_INIT=1, and pass no device_id for NCCL",
+        _INIT,
+        Activity.PROCESS_GROUP_INIT,
+    ),
+    _Remedy(
+        "build the model without filling it twice",
+        'with torch.device("meta"): model = Model(); then model.to_empty(device=...) and load',
+        _INIT,
+        Activity.TRAIN_MODULE_CREATION,
+    ),
+    _Remedy(
+        "start the data workers before the model is built",
+        "batches = iter(loader) first, then the model, then next(batches)",
+        _INIT,
+        Activity.GET_FIRST_BATCH_DATA,
+    ),
+    _Remedy(
+        "name what trainer initialisation does",
+        'with run.stage("pre_train"): ... around what is not measured yet',
+        _INIT,
+        OTHER,
+    ),
+    _Remedy(
+        "keep the last steps",
+        "save a checkpoint after the last step, then run.checkpoint_saved()",
+        (Bucket.WASTE_UNSAVED_STEPS,),
+    ),
+    _Remedy(
+        "export and publish on a CPU machine, from the last checkpoint",
+        "save, run.finish(), then submit the export as a job of its own",
+        (Bucket.SHUTDOWN_PUBLISH,),
+    ),
+    _Remedy(
+        "leave as soon as the work is done",
+        "torch.distributed.destroy_process_group(); run.finish()",
+        (Bucket.SHUTDOWN_TEARDOWN, Bucket.SHUTDOWN_FINAL_CHECKPOINT),
+    ),
+    _Remedy(
+        "say what the job does between its loops",
+        'with run.span("evaluation"): ... (or checkpoint_blocking, publish, ...)',
+        (Bucket.UNATTRIBUTED,),
+    ),
+)
+
+
+def advise(ledger: Ledger) -> list[Advice]:
+    """Fixes for this job, the one that gives back most first."""
+    found = [_bound(ledger, remedy) for remedy in _REMEDIES]
+    found.append(_checkpoint_interval(ledger))
+    worth = [advice for advice in found if advice is not None and advice.points >= LEAST_POINTS]
+    return sorted(worth, key=lambda advice: -advice.points)
+
+
+def points_back(ledger: Ledger, buckets: tuple[Bucket, ...], saved_ns: float) -> float:
+    """ETT points gained if `saved_ns` of these buckets had not been lost: lost steps count as trained, other time as
+    never spent."""
+    ett = percent(ledger.buckets)[0]
+    effective = ledger.buckets[Bucket.TRAINING_EFFECTIVE]
+    if buckets == (Bucket.WASTE_UNSAVED_STEPS,):
+        return 100 * (effective + saved_ns) / max(ledger.wall_ns, 1) - ett
+    return 100 * effective / max(ledger.wall_ns - saved_ns, 1) - ett
+
+
+def _bound(ledger: Ledger, remedy: _Remedy) -> Advice | None:
+    in_stage: Callable[[str], bool] = lambda stage: not remedy.stage or stage == remedy.stage
+    lost = {key: ns for key, ns in ledger.sums.items() if key[0] in remedy.buckets and in_stage(key[1]) and ns}
+    if not lost:
+        return None
+    saved = sum(lost.values())
+    most = max(lost, key=lambda key: lost[key])
+    return Advice(
+        remedy.title, points_back(ledger, remedy.buckets, saved), saved / 1e9, remedy.fix, str(most[0])
+    )
+
+
+def _checkpoint_interval(ledger: Ledger) -> Advice | None:
+    """The interval that loses least at the measured cost of a save and rate of failures: sqrt(2 * cost / rate)."""
+    saves = _saves(ledger)
+    buckets = ledger.buckets
+    loop_ns = sum(ns for key, ns in buckets.items() if key.startswith(("training.", "waste.")))
+    lost_ns = buckets[Bucket.WASTE_REPEATED_STEPS]
+    blocked_ns = buckets[Bucket.WASTE_CHECKPOINT_BLOCKING]
+    failures = len(ledger.failures)
+    if not saves or not failures or not loop_ns:
+        return None
+    cost_s, rate = blocked_ns / saves / 1e9, failures / (loop_ns / 1e9)
+    best_s = max(math.sqrt(2 * cost_s / rate), 1.0)
+    expected_ns = loop_ns * (cost_s / best_s + rate * best_s / 2)
+    saved = lost_ns + blocked_ns - expected_ns
+    if saved <= 0:
+        return None
+    now_s = loop_ns / 1e9 / saves
+    fix = f"save every {best_s:.0f} s instead of every {now_s:.0f} s ({cost_s:.1f} s a save, {failures} failures)"
+    key = (Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_CHECKPOINT_BLOCKING)
+    return Advice("save at the interval that loses least", points_back(ledger, key, saved), saved / 1e9, fix, key[0])
+
+
+def _saves(ledger: Ledger) -> int:
+    """Checkpoints committed, as the rank that reported most of them tells."""
+    counts: dict[int, int] = {}
+    for attempt in ledger.attempts:
+        for rank, view in attempt.views.items():
+            counts[rank] = counts.get(rank, 0) + sum(isinstance(m, Saved) for m in view.member.timeline.marks)
+    return max(counts.values(), default=0)

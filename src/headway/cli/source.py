@@ -1,0 +1,55 @@
+"""From a job's name on the command line to its accounts."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headway.accounting.attempts import Instant
+from headway.accounting.ledger import JobAccounts, Ledger
+from headway.config import Settings
+from headway.errors import UnknownJob, nearest
+from headway.events.clock import Clock
+from headway.events.job import JobReader
+from headway.paths import JobPaths, jobs_in
+
+
+@dataclass
+class Source:
+    """A job's folder, followed: each `ledger()` costs what was written since the last."""
+
+    reader: JobReader
+    accounts: JobAccounts = field(default_factory=JobAccounts)
+    clock: Clock = field(default_factory=Clock)
+
+    def ledger(self) -> Ledger:
+        """The job's ledger as of now."""
+        for process, batch in self.reader.poll():
+            self.accounts.add(process, batch.records, batch.cell, batch.problems)
+        now = Instant(self.clock.boot(), self.clock.now_ns(), self.clock.wall_ns())
+        ledger = self.accounts.ledger(now, self.reader.alive())
+        if ledger is None:
+            raise UnknownJob(
+                f"job {self.reader.paths.job!r} has no readable journal of any rank in {self.reader.paths.folder}: "
+                f"its processes have not begun, or wrote elsewhere. Check HEADWAY_HOME where the job runs."
+                + "".join(f"\n  {problem}" for problem in self.accounts.problems)
+            )
+        return ledger
+
+
+def home() -> Path:
+    """The folder that holds the jobs."""
+    return Settings.from_environment().home_folder
+
+
+def open_job(name: str | None) -> Source:
+    """The named job, or the one that was active last; UnknownJob if there is none."""
+    folder = home()
+    jobs = jobs_in(folder)
+    if not jobs:
+        raise UnknownJob(
+            f"no jobs in {folder}. Call headway.current() in a training script and run it, or point HEADWAY_HOME "
+            f"at the folder your jobs write to."
+        )
+    name = name or jobs[0]
+    if name not in jobs:
+        raise UnknownJob(f"no job {name!r} in {folder}: {nearest(name, jobs[:50])} `headway jobs` lists them.")
+    return Source(JobReader(JobPaths(folder, name)))

@@ -1,0 +1,87 @@
+"""The report as plain data: what `--json` prints and every other renderer shows."""
+
+from typing import Any
+
+from headway.accounting.advice import advise
+from headway.accounting.ledger import AttemptLedger, Ledger, Sums, by_bucket, by_stage, percent
+from headway.accounting.rules import Bucket
+
+
+def summary(ledger: Ledger, attempt: int | None = None, rank: int | None = None) -> dict[str, Any]:
+    """A ledger as JSON-ready data, times in seconds; `ledger`, `stages` and the percentages of one attempt or rank."""
+    sums = ledger.select(attempt, rank)
+    buckets = by_bucket(sums)
+    ett, idleness, failure = percent(buckets)
+    steps = ledger.steps
+    return {
+        "job": ledger.job,
+        "state": ledger.state,
+        "begin": ledger.begin_ns / 1e9,
+        "wall_s": seconds(sum(sums.values())),
+        "ett_percent": ett,
+        "idleness_percent": idleness,
+        "failure_percent": failure,
+        "time_to_start_s": seconds(ledger.time_to_start_ns),
+        "time_to_recover_s": [seconds(ns) for ns in ledger.times_to_recover_ns],
+        "failures": ledger.failures,
+        "attempts": [_attempt(ledger, attempt) for attempt in ledger.attempts],
+        "ranks": [rank_summary(ledger, rank) for rank in ledger.ranks],
+        "ledger": {str(key): seconds(ns) for key, ns in buckets.items()},
+        "stages": {stage: seconds(ns) for stage, ns in by_stage(sums).items()},
+        "unattributed_s": seconds(buckets[Bucket.UNATTRIBUTED]),
+        "steps": {
+            "new": round(steps[Bucket.TRAINING_EFFECTIVE], 3),
+            "repeated": round(steps[Bucket.WASTE_REPEATED_STEPS], 3),
+            "unsaved": round(steps[Bucket.WASTE_UNSAVED_STEPS], 3),
+        },
+        "slowest_rank": ledger.slowest_rank,
+        "advice": [vars(advice) for advice in advise(ledger)],
+        "notes": ledger.notes,
+    }
+
+
+def rank_summary(ledger: Ledger, rank: int) -> dict[str, Any]:
+    """One rank's account; buckets without time are left out."""
+    sums = ledger.rank_sums(rank)
+    views = [attempt.views[rank] for attempt in ledger.attempts if rank in attempt.views]
+    return {
+        "rank": rank,
+        "node": views[-1].member.process.node if views else None,
+        "wall_s": seconds(sum(sums.values())),
+        "ett_percent": percent(by_bucket(sums))[0],
+        "ledger": _shown(sums),
+    }
+
+
+def _attempt(ledger: Ledger, account: AttemptLedger) -> dict[str, Any]:
+    attempt = account.attempt
+    stints = attempt.stints
+    return {
+        "attempt": attempt.number,
+        "outcome": account.outcome,
+        "begin_s": seconds(attempt.begin_ns - ledger.begin_ns),
+        "wall_s": seconds(account.wall_ns),
+        "world_size": attempt.world_size,
+        "missing_ranks": sorted(set(range(attempt.world_size)) - set(attempt.members)),
+        "first_step": stints[0].first if stints else None,
+        "next_step": stints[-1].next if stints else None,
+        "critical_rank": account.critical_rank,
+        "slowest_rank": account.slowest_rank,
+        "error": _error(account),
+        "ledger": _shown(account.sums),
+    }
+
+
+def _error(account: AttemptLedger) -> str | None:
+    member = account.attempt.members.get(account.attempt.failed_rank or 0)
+    ended = member.timeline.ended if member and account.attempt.failed else None
+    return ended.error if ended else None
+
+
+def _shown(sums: Sums) -> dict[str, float]:
+    return {str(key): seconds(ns) for key, ns in by_bucket(sums).items() if ns}
+
+
+def seconds(ns: int) -> float:
+    """Nanoseconds as seconds, none of them lost."""
+    return ns / 1e9

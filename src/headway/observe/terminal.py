@@ -1,0 +1,203 @@
+"""The report on one screen of a terminal."""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headway.accounting.rules import Bucket
+from headway.observe.palette import COLOURS, LABELS
+
+BAR_CELLS = 78
+MOST_ATTEMPTS = 4
+MOST_ADVICE = 3
+MOST_NOTES = 3
+_GROUPS = ("start", "recover", "training", "waste", "shutdown", "unattributed")
+_STATE = {"running": "green", "ended": "cyan", "failed": "red"}
+
+
+def render(report: dict[str, Any]) -> RenderableType:
+    """A report (`summary.summary`) as something rich can print."""
+    parts = [_title(report), _bar(report), _headline(report), _level_1(report), Text(), _groups(report)]
+    parts += [Text(), _attempts(report)]
+    if report["advice"]:
+        parts += [Text(), _advice(report)]
+    if report["notes"]:
+        parts += [Text(), _notes(report["notes"])]
+    return Group(*parts)
+
+
+def render_comparison(a: dict[str, Any], b: dict[str, Any]) -> RenderableType:
+    """Two reports side by side, the largest change first."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name, side in (("", "left"), (plain(a["job"]), "right"), (plain(b["job"]), "right"), ("change", "right")):
+        table.add_column(Text(name), justify=side)  # type: ignore[arg-type]
+    points = b["ett_percent"] - a["ett_percent"]
+    ett = [f"{report['ett_percent']:.1f}%" for report in (a, b)]
+    table.add_row(Text("ETT", "bold"), *ett, Text(f"{points:+.1f} points", "green" if points >= 0 else "red"))
+    rows = [("wall", a["wall_s"], b["wall_s"]), ("time to start", a["time_to_start_s"], b["time_to_start_s"])]
+    rows.append(("time to recover", sum(a["time_to_recover_s"]), sum(b["time_to_recover_s"])))
+    keys = [key for key in a["ledger"] if a["ledger"][key] or b["ledger"][key]]
+    keys.sort(key=lambda key: -abs(_share(b, key) - _share(a, key)))
+    for name, x, y in rows:
+        table.add_row(name, duration(x), duration(y), f"{y - x:+.1f} s")
+    table.add_row("failures", str(len(a["failures"])), str(len(b["failures"])), "")
+    table.add_row()
+    for key in keys:
+        change = _share(b, key) - _share(a, key)
+        better = change >= 0 if key == Bucket.TRAINING_EFFECTIVE else change <= 0
+        label = Text.assemble(("■ ", COLOURS[Bucket(key)]), key)
+        cells = [f"{duration(r['ledger'][key])} {_share(r, key):5.1f}%" for r in (a, b)]
+        table.add_row(label, *cells, Text(f"{change:+.1f} points", "green" if better else "red"))
+    return table
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------
+
+
+def _title(report: dict[str, Any]) -> Text:
+    ranks, attempts, failures = (len(report[key]) for key in ("ranks", "attempts", "failures"))
+    facts = [_count(ranks, "rank"), _count(attempts, "attempt"), _count(failures, "failure"), duration(report["wall_s"])]
+    state = report["state"]
+    return Text.assemble((plain(report["job"]), "bold"), "  ", (state, _STATE[state]), "  ", (" · ".join(facts), "dim"))
+
+
+def _headline(report: dict[str, Any]) -> Text:
+    return Text.assemble(
+        ("ETT ", "bold"), (f"{report['ett_percent']:.1f}%", f"bold {COLOURS[Bucket.TRAINING_EFFECTIVE]}"),
+        f"   idleness {report['idleness_percent']:.1f}%   failure {report['failure_percent']:.1f}%",
+    )  # fmt: skip
+
+
+def _level_1(report: dict[str, Any]) -> Text:
+    recoveries, steps = report["time_to_recover_s"], report["steps"]
+    facts = [("time to start", duration(report["time_to_start_s"]))]
+    if recoveries:
+        average = duration(sum(recoveries) / len(recoveries))
+        facts.append(("time to recover", average + (" on average" if len(recoveries) > 1 else "")))
+    facts.append(("failures", str(len(report["failures"]))))
+    facts += [(f"{key} steps", f"{steps[key]:.0f}") for key in ("new", "repeated", "unsaved") if steps[key]]
+    return Text("   ").join(Text.assemble((name, "dim"), " ", value) for name, value in facts)
+
+
+def _bar(report: dict[str, Any]) -> Text:
+    """The job's time by cause; a cause that took any time that rounds to a cell is seen."""
+    bar, whole, seen, drawn = Text(), report["wall_s"] or 1.0, 0.0, 0
+    for key, took in report["ledger"].items():
+        seen += took
+        until = round(BAR_CELLS * seen / whole)
+        bar.append("█" * (until - drawn), COLOURS[Bucket(key)])
+        drawn = max(drawn, until)
+    return bar
+
+
+def _groups(report: dict[str, Any]) -> Table:
+    """Levels 1 and 2, and of trainer initialisation level 3."""
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=justify == "right")  # type: ignore[arg-type]
+    for group in _GROUPS:
+        parts = {key: s for key, s in report["ledger"].items() if key.partition(".")[0] == group}
+        total = sum(parts.values())
+        if total:
+            share = f"{100 * total / (report['wall_s'] or 1):.1f}%"
+            detail = _parts((Bucket(key), s) for key, s in parts.items() if s)
+            table.add_row(Text(group, "bold"), duration(total), share, detail)
+    stages = sorted(((name, s) for name, s in report["stages"].items() if s >= 0.0005), key=lambda item: -item[1])
+    if stages:
+        detail = Text("  ").join(_item(name, s) for name, s in stages)
+        table.add_row(Text("trainer init", "bold"), duration(sum(s for _, s in stages)), "", detail)
+    return table
+
+
+def _parts(parts: Iterable[tuple[Bucket, float]]) -> Text:
+    ordered = sorted(parts, key=lambda item: -item[1])
+    return Text("  ").join(Text("■\N{NBSP}", COLOURS[bucket]) + _item(LABELS[bucket], s) for bucket, s in ordered)
+
+
+def _item(name: str, seconds: float) -> Text:
+    """A name and its time, never torn apart at the end of a line."""
+    return Text(name.replace(" ", "\N{NBSP}")) + Text(f"\N{NBSP}{duration(seconds)}".replace(" ", "\N{NBSP}"), "dim")
+
+
+def _attempts(report: dict[str, Any]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("attempt", "outcome", "began", "wall", "steps", "waited for", "slowest"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
+    attempts = report["attempts"]
+    failed_on = {failure["attempt"]: failure for failure in report["failures"]}
+    shown = attempts if len(attempts) <= MOST_ATTEMPTS else [attempts[0], *attempts[1 - MOST_ATTEMPTS :]]
+    for attempt in shown:
+        if attempt is not attempts[0] and attempt is shown[1] and len(shown) < len(attempts):
+            table.add_row(Text(f"… {len(attempts) - len(shown)} more", "dim"))
+        failure = failed_on.get(attempt["attempt"])
+        why = f"rank {failure['rank']}: {failure['category'] or attempt['error'] or 'died'}" if failure else ""
+        steps = "" if attempt["first_step"] is None else f"{attempt['first_step']}–{attempt['next_step']}"
+        table.add_row(
+            str(attempt["attempt"]), Text(attempt["outcome"], _STATE[attempt["outcome"]]),
+            f"+{duration(attempt['begin_s'])}", duration(attempt["wall_s"]), steps, _rank(attempt["critical_rank"]),
+            _rank(attempt["slowest_rank"]), Text(plain(why), "dim"),
+        )  # fmt: skip
+    return table
+
+
+def _advice(report: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for advice in report["advice"][:MOST_ADVICE]:
+        gain = Text(f"+{advice['points']:.1f} points", COLOURS[Bucket.TRAINING_EFFECTIVE])
+        what = Text.assemble(advice["title"], (f"  up to {duration(advice['seconds'])}", "dim"))
+        table.add_row(gain, what)
+        table.add_row("", Text(advice["fix"], "cyan"))
+    more = len(report["advice"]) - MOST_ADVICE
+    if more > 0:
+        table.add_row("", Text(f"{more} more in --json and --html", "dim"))
+    return table
+
+
+def _notes(notes: list[str]) -> Text:
+    shown = [f"! {plain(note)}" for note in notes[:MOST_NOTES]]
+    if len(notes) > MOST_NOTES:
+        shown.append(f"! {len(notes) - MOST_NOTES} more in --json")
+    return Text("\n".join(shown), "yellow dim")
+
+
+# --- words ---------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 0.42 s, 12.3 s, 4m07s, 3h02m, 2d05h."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def clock_time(wall_s: float) -> str:
+    """A moment in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_s))
+
+
+def plain(text: str) -> str:
+    """Text that cannot move the cursor or change the terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _rank(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}"
+
+
+def _share(report: dict[str, Any], key: str) -> float:
+    return float(100 * report["ledger"][key] / (report["wall_s"] or 1))

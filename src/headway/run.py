@@ -1,0 +1,179 @@
+"""What a training script holds: its place in a job, and the words to say where its time goes."""
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headway.config import Settings
+from headway.errors import HeadwayError, InputError, nearest
+from headway.events.clock import Clock
+from headway.events.journal import Nowhere, Writer
+from headway.events.process import describe, job_name, process_name
+from headway.events.recorder import Recorder, Span
+from headway.events.vocabulary import STAGES, Activity, Process, ProcessEnd, Restored, Saved, clean_text
+from headway.paths import JobPaths, is_network, private_folder
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_current: "Run | None" = None
+
+
+def current() -> "Run":
+    """The run this process is part of: joined on the first call, the same one ever after.
+
+    The job is the one named by `HEADWAY_JOB`, else the scheduler's or torchrun's, else a new one. Inside a data worker,
+    or with `HEADWAY_DISABLE=1`, it is a run that records nothing.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            _current = _join()
+        return _current
+
+
+class Run:
+    """One process's part in a job. Nothing here raises into training, except for a stage that does not exist."""
+
+    def __init__(self, recorder: Recorder, process: Process) -> None:
+        self.job, self.rank, self.world_size = process.job, process.rank, process.world_size
+        self.recorder = recorder
+        self._process = process
+
+    def span(self, name: str, **attrs: Any) -> Span:
+        """Times a `with` block. The names in `Activity` count in the ledger; any other is shown beside it."""
+        return self.recorder.span(name, **attrs)
+
+    def stage(self, name: str) -> Span:
+        """Times a stage of trainer initialisation, such as `train_module_creation`."""
+        if name not in STAGES:
+            hint = nearest(name, STAGES)
+            raise InputError(f"there is no stage {name!r} in trainer initialisation, use a span or a stage: {hint}")
+        return self.recorder.span(name)
+
+    def mark(self, name: str, **attrs: Any) -> None:
+        """Notes that something happened now."""
+        self.recorder.mark(name, **attrs)
+
+    def steps(
+        self, batches: Iterable[T], start: int | None = None, *, batch_size: int | None = None
+    ) -> Iterator[tuple[int, T]]:
+        """Yields `(step, batch)` and measures each step and its wait for data.
+
+        `start` numbers the first step: after a restore, the step training goes on with. By default numbering goes on
+        from the last loop, so that epochs follow one another. `batch_size` is in samples on this rank; a loader that
+        has one is asked.
+        """
+        if batch_size is None:
+            found = getattr(batches, "batch_size", None)
+            batch_size = found if isinstance(found, int) and found > 0 else None
+        return self.recorder.steps(batches, start, batch_size)
+
+    def checkpoint_saved(self, step: int | None = None, path: str | os.PathLike[str] = "") -> None:
+        """A checkpoint is safely stored. `step` is where training would go on; by default, after the current step."""
+        step = self.recorder.steps_meter.upcoming if step is None else step
+        self.recorder.record(Saved(t_ns=self.recorder.now_ns(), step=step, path=clean_text(os.fspath(path))))
+
+    def checkpoint_restored(self, step: int, path: str | os.PathLike[str] = "") -> None:
+        """A checkpoint is loaded, and training goes on with step `step`."""
+        self.recorder.record(Restored(t_ns=self.recorder.now_ns(), step=step, path=clean_text(os.fspath(path))))
+
+    def finish(self) -> None:
+        """The work is done: what this process still does is shutting down."""
+        self.recorder.steps_meter.close()
+        self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns()))
+
+    def _leave(self) -> None:
+        error = getattr(sys, "last_value", None)
+        text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None
+        self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text))
+        self.recorder.close()
+
+
+# --- joining -------------------------------------------------------------------------------------------------------
+
+
+def _join(environ: Mapping[str, str] = os.environ) -> Run:
+    clock = Clock()
+    try:
+        settings = Settings.from_environment(environ)
+    except InputError as error:
+        _say(f"{error} Going on without it.")
+        known = {name: value for name, value in environ.items() if name in Settings.variables()}
+        settings = Settings.from_environment(known)
+    job = job_name(environ, settings.job)
+    process = describe(environ, job, clock, node=settings.node, attempt=settings.attempt)
+    if settings.disable == "1" or _is_helper():
+        return Run(Recorder(Nowhere(), clock), process)
+    writer = _open_journal(settings, process)
+    run = Run(Recorder(writer, clock), process)
+    run.recorder.record(process)
+    atexit.register(run._leave)
+    if process.rank == 0:
+        _ask_platform(run, settings, environ)
+    return run
+
+
+def _is_helper() -> bool:
+    """Whether this is a child that Python's multiprocessing started: a data worker, not a trainer."""
+    module = sys.modules.get("multiprocessing.process")
+    return module is not None and module.parent_process() is not None
+
+
+def _open_journal(settings: Settings, process: Process) -> Writer:
+    """This process's journal: in the home if that is local, else in the spool, else nowhere, with a word about it."""
+    home, spool = settings.home_folder, settings.spool_folder
+    try:
+        if settings.spool is not None or is_network(home):
+            return _open_in_spool(spool, home, process)
+        return _create(home, process)
+    except (OSError, HeadwayError) as error:
+        try:
+            writer = _create(private_folder(spool), process)
+            _say(f"cannot write to {home} ({error}). Journals go to {spool}: read them with HEADWAY_HOME={spool}.")
+            return writer
+        except (OSError, HeadwayError) as second:
+            _say(f"cannot write to {home} ({error}) nor to {spool} ({second}). This job is not measured.")
+            return Nowhere()
+
+
+def _open_in_spool(spool: Path, home: Path, process: Process) -> Writer:
+    from headway.collect import ensure_collector
+
+    writer = _create(private_folder(spool), process)
+    problem = ensure_collector(spool, home, process.job)
+    if problem:
+        _say(f"no collector could be started ({problem}). Journals stay in {spool}.")
+    return writer
+
+
+def _create(home: Path, process: Process) -> Writer:
+    return Writer(JobPaths(home, process.job).make().journal(process_name(process)))
+
+
+def _ask_platform(run: Run, settings: Settings, environ: Mapping[str, str]) -> None:
+    from headway.events import scheduler
+
+    def ask() -> None:
+        try:
+            told = scheduler.scheduled(environ, settings.eligible, settings.allocated, run.recorder.now_ns())
+        except ValueError as error:
+            return _say(f"HEADWAY_ELIGIBLE or HEADWAY_ALLOCATED cannot be read: {error}. Scheduling stays unknown.")
+        if told is not None:
+            run.recorder.record(told)
+
+    if settings.eligible or settings.allocated:
+        ask()
+    elif scheduler.is_askable(environ):
+        threading.Thread(target=ask, name="headway-scheduler", daemon=True).start()
+
+
+def _say(text: str) -> None:
+    print(f"headway: {text}", file=sys.stderr, flush=True)
+
+
+__all__ = ["Activity", "Run", "current"]

@@ -1,0 +1,40 @@
+"""Turns `@pytest.mark.needs("program")` into a skip that says how to get the program; in CI such a skip is a failure."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+GET = {
+    "chromium": "apt-get install chromium",
+    "ip": "apt-get install iproute2, and run as root",
+    "mount": "run as root, where mounting a tmpfs is allowed",
+    "scontrol": "apt-get install slurm-wlm slurmctld slurmd munge, and run as root",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        for program in mark.args:
+            if shutil.which(program) is None:
+                pytest.skip(f"needs {program}: {GET.get(program, 'install it')}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
+    report = yield
+    if report.skipped and os.environ.get("SKIP_IS_FAILURE") == "1" and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which counts as a failure here: {report.longrepr}"
+    return report
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty headway home, and no setting from outside."""
+    for name in [name for name in os.environ if name.startswith(("HEADWAY_", "SLURM_", "TORCHELASTIC_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    return tmp_path
