@@ -1,4 +1,4 @@
-"""From processes to attempts: which processes ran together, on one time axis, and when each attempt began and failed."""
+"""From processes to attempts: which processes ran together, on one time axis, and when each began and failed."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -97,10 +97,14 @@ class Attempt:
         return next((m.timeline.scheduled for m in self.members.values() if m.timeline.scheduled), None)
 
     @property
-    def gone_ns(self) -> int | None:
-        """When the last of its processes was seen to be gone."""
-        seen = [m.timeline.gone.t_ns + m.offset_ns for m in self.members.values() if m.timeline.gone]
-        return max(seen, default=None)
+    def left_ns(self) -> int:
+        """The last sign of any of its processes."""
+        return max(member.last_sign_ns for member in self.members.values())
+
+    @property
+    def is_witnessed(self) -> bool:
+        """Whether somebody saw its processes end."""
+        return any(member.timeline.gone for member in self.members.values())
 
 
 def gather_attempts(timelines: dict[str, Timeline], alive: Collection[str], now: Instant) -> list[Attempt]:
@@ -111,6 +115,8 @@ def gather_attempts(timelines: dict[str, Timeline], alive: Collection[str], now:
         for name, timeline in timelines.items()
         if timeline.process is not None and timeline.process.role == "rank"
     ]
+    if not members:
+        return []
     attempts = _group(members)
     _align_hosts(attempts)
     _set_ends(attempts, now)
@@ -227,7 +233,7 @@ def _set_ends(attempts: list[Attempt], now: Instant) -> None:
         if attempt.alive:
             attempt.end_ns = _now_ns(attempt, now)
         elif following is None:
-            attempt.end_ns = max(member.last_sign_ns for member in members)
+            attempt.end_ns = attempt.left_ns
         else:
             attempt.end_ns = min(attempt.end_ns, following.first_start_ns)
         attempt.end_ns = max(attempt.end_ns, attempt.begin_ns)
@@ -285,11 +291,12 @@ def gap_before(attempt: Attempt, member: Member, previous: Attempt | None, launc
     if previous is None:
         milestones.append((attempt.begin_ns, Activity.LAUNCHER_INIT))
     else:
-        gone = previous.gone_ns
-        milestones.append((attempt.begin_ns, Activity.DETECTION if gone is None else Activity.TEARDOWN))
-        if gone is not None:
-            in_place = any(m.process.launcher == process.launcher != "" for m in previous.members.values())
-            milestones.append((gone, Activity.RENDEZVOUS if in_place else Activity.DETECTION))
+        # Teardown lasts as long as signs of the failed processes do. After that a launcher that stayed is making the
+        # next rendezvous; but if nobody saw the processes end, when that began is unknown: it all counts as detection.
+        in_place = any(m.process.launcher == process.launcher != "" for m in previous.members.values())
+        in_place = in_place and previous.is_witnessed
+        milestones.append((attempt.begin_ns, Activity.TEARDOWN))
+        milestones.append((previous.left_ns, Activity.RENDEZVOUS if in_place else Activity.DETECTION))
     scheduled = attempt.scheduled
     if scheduled and (previous is None or scheduled.eligible_wall_ns >= attempt.begin_ns):
         if previous is not None:

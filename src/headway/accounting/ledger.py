@@ -183,7 +183,7 @@ class RankView:
         """How long after the attempt's begin this rank kept the others from training their first step."""
         if self.first_step_end_ns is None:
             return -1
-        stepping = sum(p.end_ns - p.begin_ns for p in self._look.init if p.what is Loop.STEP)
+        stepping = sum(p.end_ns - p.begin_ns for p in self.member.timeline.init if p.what is Loop.STEP)
         return self.first_step_end_ns - stepping - self.attempt.begin_ns
 
     @property

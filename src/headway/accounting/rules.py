@@ -167,10 +167,15 @@ class StallRule:
     """… and more than this beyond one …"""
     spread: float = 3.0
     """… and more than this many times what the slowest 5% of recent steps take: ragged batches are not stalls."""
+    early_steps: int = 20
+    """Until so many steps are known, nobody can tell what is typical …"""
+    early_s: float = 30.0
+    """… and it takes this much beyond."""
 
-    def limit_ns(self, typical_ns: int, slow_ns: int) -> int:
+    def limit_ns(self, typical_ns: int, slow_ns: int, steps: int) -> int:
         """The longest a step may take without having stalled."""
-        return int(max(self.times * typical_ns, typical_ns + self.beyond_s * 1e9, self.spread * slow_ns))
+        beyond_s = self.beyond_s if steps >= self.early_steps else max(self.early_s, self.beyond_s)
+        return int(max(self.times * typical_ns, typical_ns + beyond_s * 1e9, self.spread * slow_ns))
 
 
 class Pace:
@@ -202,17 +207,19 @@ class Pace:
         typical = self._quantile(0.5)
         if typical is None or took_ns <= rule.times * typical:
             return 0
-        return took_ns - typical if took_ns > rule.limit_ns(typical, self._quantile(0.95) or 0) else 0
+        limit = rule.limit_ns(typical, self._quantile(0.95) or 0, sum(count for _, count in self._runs))
+        return took_ns - typical if took_ns > limit else 0
 
     def _quantile(self, share: float) -> int | None:
         if not self._runs:
             return None
-        left = share * sum(count for _, count in self._runs)
-        for step_ns, count in sorted(self._runs):
+        runs = sorted(self._runs)
+        left = share * sum(count for _, count in runs)
+        for step_ns, count in runs:
             left -= count
             if left <= 0:
-                break
-        return step_ns
+                return step_ns
+        return runs[-1][0]
 
 
 # --- lineage -------------------------------------------------------------------------------------------------------

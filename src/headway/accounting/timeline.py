@@ -97,8 +97,8 @@ class Pieces:
             low += 1
         high = max(bisect_left(self.begins, end_ns), low)
         inside = high - low
-        if inside == len(self.items) and (not inside or self.items[-1].end_ns <= end_ns):
-            return dict(self.sums), []
+        if not inside or (inside == len(self.items) and begin_ns <= self.begins[0] and self.items[-1].end_ns <= end_ns):
+            return (dict(self.sums) if inside else {}), []
         ends = [cut(piece, begin_ns, end_ns) for piece in self.items[low:high:max(inside - 1, 1)]]
         if 2 * inside <= len(self.items):
             sums: dict[str | int, int] = {}

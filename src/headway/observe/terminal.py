@@ -4,7 +4,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,7 @@ from headway.observe.palette import COLOURS, LABELS
 BAR_CELLS = 78
 MOST_ATTEMPTS = 4
 MOST_ADVICE = 3
+MOST_FAILURES = 2
 MOST_NOTES = 3
 _GROUPS = ("start", "recover", "training", "waste", "shutdown", "unattributed")
 _STATE = {"running": "green", "ended": "cyan", "failed": "red"}
@@ -21,7 +23,7 @@ _STATE = {"running": "green", "ended": "cyan", "failed": "red"}
 
 def render(report: dict[str, Any]) -> RenderableType:
     """A report (`summary.summary`) as something rich can print."""
-    parts = [_title(report), _bar(report), _headline(report), _level_1(report), Text(), _groups(report)]
+    parts: list[RenderableType] = [_title(report), _bar(report), _headline(report), _level_1(report), Text(), _groups(report)]
     parts += [Text(), _attempts(report)]
     if report["advice"]:
         parts += [Text(), _advice(report)]
@@ -72,7 +74,7 @@ def _headline(report: dict[str, Any]) -> Text:
     )  # fmt: skip
 
 
-def _level_1(report: dict[str, Any]) -> Text:
+def _level_1(report: dict[str, Any]) -> "Flow":
     recoveries, steps = report["time_to_recover_s"], report["steps"]
     facts = [("time to start", duration(report["time_to_start_s"]))]
     if recoveries:
@@ -80,7 +82,7 @@ def _level_1(report: dict[str, Any]) -> Text:
         facts.append(("time to recover", average + (" on average" if len(recoveries) > 1 else "")))
     facts.append(("failures", str(len(report["failures"]))))
     facts += [(f"{key} steps", f"{steps[key]:.0f}") for key in ("new", "repeated", "unsaved") if steps[key]]
-    return Text("   ").join(Text.assemble((name, "dim"), " ", value) for name, value in facts)
+    return Flow((Text.assemble((name, "dim"), " ", value) for name, value in facts), gap="   ")
 
 
 def _bar(report: dict[str, Any]) -> Text:
@@ -108,41 +110,68 @@ def _groups(report: dict[str, Any]) -> Table:
             table.add_row(Text(group, "bold"), duration(total), share, detail)
     stages = sorted(((name, s) for name, s in report["stages"].items() if s >= 0.0005), key=lambda item: -item[1])
     if stages:
-        detail = Text("  ").join(_item(name, s) for name, s in stages)
+        detail = Flow(_item(name, s) for name, s in stages)
         table.add_row(Text("trainer init", "bold"), duration(sum(s for _, s in stages)), "", detail)
     return table
 
 
-def _parts(parts: Iterable[tuple[Bucket, float]]) -> Text:
+def _parts(parts: Iterable[tuple[Bucket, float]]) -> "Flow":
     ordered = sorted(parts, key=lambda item: -item[1])
-    return Text("  ").join(Text("■\N{NBSP}", COLOURS[bucket]) + _item(LABELS[bucket], s) for bucket, s in ordered)
+    return Flow(Text("■ ", COLOURS[bucket]) + _item(LABELS[bucket], s) for bucket, s in ordered)
 
 
 def _item(name: str, seconds: float) -> Text:
-    """A name and its time, never torn apart at the end of a line."""
-    return Text(name.replace(" ", "\N{NBSP}")) + Text(f"\N{NBSP}{duration(seconds)}".replace(" ", "\N{NBSP}"), "dim")
+    return Text.assemble(name, " ", (duration(seconds), "dim"))
 
 
-def _attempts(report: dict[str, Any]) -> Table:
+class Flow:
+    """Items one after another, none torn apart at the end of a line."""
+
+    def __init__(self, items: Iterable[Text], gap: str = "  ") -> None:
+        self._items, self._gap = list(items), gap
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = Text()
+        for item in self._items:
+            if line and line.cell_len + len(self._gap) + item.cell_len > options.max_width:
+                yield line
+                line = Text()
+            line = Text.assemble(line, self._gap if line else "", item)
+        yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = sum(item.cell_len + len(self._gap) for item in self._items)
+        return Measurement(max((item.cell_len for item in self._items), default=0), min(widest, options.max_width))
+
+
+def _attempts(report: dict[str, Any]) -> Group:
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in ("attempt", "outcome", "began", "wall", "steps", "waited for", "slowest"):
         table.add_column(name, no_wrap=True)
-    table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
     attempts = report["attempts"]
-    failed_on = {failure["attempt"]: failure for failure in report["failures"]}
     shown = attempts if len(attempts) <= MOST_ATTEMPTS else [attempts[0], *attempts[1 - MOST_ATTEMPTS :]]
     for attempt in shown:
         if attempt is not attempts[0] and attempt is shown[1] and len(shown) < len(attempts):
             table.add_row(Text(f"… {len(attempts) - len(shown)} more", "dim"))
-        failure = failed_on.get(attempt["attempt"])
-        why = f"rank {failure['rank']}: {failure['category'] or attempt['error'] or 'died'}" if failure else ""
         steps = "" if attempt["first_step"] is None else f"{attempt['first_step']}–{attempt['next_step']}"
         table.add_row(
             str(attempt["attempt"]), Text(attempt["outcome"], _STATE[attempt["outcome"]]),
             f"+{duration(attempt['begin_s'])}", duration(attempt["wall_s"]), steps, _rank(attempt["critical_rank"]),
-            _rank(attempt["slowest_rank"]), Text(plain(why), "dim"),
+            _rank(attempt["slowest_rank"]),
         )  # fmt: skip
-    return table
+    return Group(table, *_failures(report))
+
+
+def _failures(report: dict[str, Any]) -> list[Text]:
+    """The last failures, each in a line."""
+    lines = []
+    for failure in report["failures"][-MOST_FAILURES:]:
+        error = report["attempts"][failure["attempt"]]["error"]
+        why = failure["category"] or error or "it died without a word"
+        line = Text(f"attempt {failure['attempt']} failed on rank {failure['rank']}: {plain(why)}", "red dim")
+        line.no_wrap, line.overflow = True, "ellipsis"
+        lines.append(line)
+    return lines
 
 
 def _advice(report: dict[str, Any]) -> Table:

@@ -1,0 +1,556 @@
+"""Timelines whose truth is known to the second. The first eight are ones that a widely used goodput library gets wrong.
+
+Any tool that claims to measure effective training time can be held to them; each is told as a story and checked to the
+nanosecond.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.accounting.ledger import Ledger, by_bucket, percent
+from headway.accounting.rules import Bucket, StallRule
+from headway.testing import Story
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Story:
+    return Story(tmp_path)
+
+
+def took(ledger: Ledger, rank: int | None = None) -> dict[str, float]:
+    """Seconds by bucket, without those that took none; exact conservation is checked on the way."""
+    assert sum(ledger.sums.values()) == ledger.wall_ns
+    sums = ledger.sums if rank is None else ledger.rank_sums(rank)
+    return {str(key): ns / 1e9 for key, ns in by_bucket(sums).items() if ns}
+
+
+def ett(ledger: Ledger) -> float:
+    return percent(ledger.buckets)[0]
+
+
+def counts(ledger: Ledger) -> tuple[float, float, float]:
+    steps = ledger.steps
+    return (
+        steps[Bucket.TRAINING_EFFECTIVE],
+        steps[Bucket.WASTE_REPEATED_STEPS],
+        steps[Bucket.WASTE_UNSAVED_STEPS],
+    )
+
+
+# --- the eight probes ----------------------------------------------------------------------------------------------
+
+
+def test_probe_a_a_crash_right_after_a_checkpoint_is_not_free(story: Story) -> None:
+    story.rank(start=0).wait(20).steps(110, each=1.0).saved(110).killed()
+    story.rank(start=500).wait(80).restored(110).steps(110, each=1.0, first=110).saved(220).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {
+        "start.trainer_init": 20,
+        "recover.detection": 370,
+        "recover.trainer_init": 80,
+        "training.effective": 220,
+    }
+    assert ett(ledger) == pytest.approx(100 * 220 / 690)
+    assert len(ledger.failures) == 1
+    assert counts(ledger) == (220, 0, 0)
+
+
+def test_probe_b_recording_only_every_tenth_step_changes_nothing(story: Story) -> None:
+    rank = story.rank()
+    meter = rank.recorder.steps_meter
+    meter.open(0)
+    for step in range(0, 1000, 10):
+        meter.begin()
+        rank.wait(10.0)
+        meter.end(step + 10)
+    meter.close()
+    rank.saved(1000).wait(20).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"training.effective": 1000, "shutdown.teardown": 20}
+    assert counts(ledger) == (1000, 0, 0)
+
+
+def test_probe_c_two_ranks_that_log_are_one_job_without_disruption(story: Story) -> None:
+    for rank in (0, 1):
+        story.rank(rank, of=2).wait(10).steps(1000, each=1.0).saved(1000).finished()
+    ledger = story.ledger()
+    assert ledger.failures == []
+    assert len(ledger.attempts) == 1
+    assert took(ledger) == {"start.trainer_init": 10, "training.effective": 1000}
+
+
+def test_probe_d_a_job_that_resumes_after_its_recorded_end_moves_on(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).saved(100).finished()
+    assert ett(story.ledger()) == 100
+    story.rank(start=150).restored(100).steps(50, each=1.0, first=100).saved(150).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"recover.detection": 50, "training.effective": 150}
+    assert ledger.failures == []
+
+
+def test_probe_e_a_second_reader_sees_what_the_first_does_and_what_comes_after(story: Story, tmp_path: Path) -> None:
+    rank = story.rank()
+    rank.steps(300, each=1.0)
+    assert took(story.ledger(now=300, alive=(rank,))) == {"training.effective": 300}
+    rank.steps(300, each=1.0)
+    second = Story(tmp_path)
+    for reader in (story, second):
+        assert took(reader.ledger(now=600, alive=(rank,))) == {"training.effective": 600}
+
+
+def test_probe_f_a_stall_inside_a_step_is_lost_time(story: Story) -> None:
+    story.rank().steps(200, each=1.0, stall={100: 300.0}).saved(200).finished()
+    assert took(story.ledger()) == {"training.effective": 200, "waste.stall": 300}
+
+
+def test_probe_g_waiting_for_data_half_of_each_step_is_half_the_time(story: Story) -> None:
+    story.rank().steps(1000, each=0.5, data=0.5).saved(1000).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"start.trainer_init": 0.5, "training.effective": 500, "waste.data_wait": 499.5}
+
+
+def test_probe_h_blocking_checkpoints_are_counted(story: Story) -> None:
+    saves = {at: ("checkpoint_blocking", 120.0) for at in range(99, 1000, 100)}
+    story.rank().steps(1000, each=1.0, inside=saves).saved(1000).finished()
+    assert took(story.ledger()) == {"training.effective": 1000, "waste.checkpoint_blocking": 1200}
+
+
+# --- resuming ------------------------------------------------------------------------------------------------------
+
+
+def fails_at(story: Story, steps: int, saved: int | None) -> None:
+    rank = story.rank(start=0).steps(steps, each=1.0)
+    if saved is not None:
+        rank.saved(saved)
+    rank.killed()
+
+
+def test_resuming_at_the_checkpoint_repeats_what_came_after_it(story: Story) -> None:
+    fails_at(story, 100, saved=60)
+    story.rank(start=110).restored(60).steps(90, each=1.0, first=60).saved(150).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"recover.detection": 10, "training.effective": 150, "waste.repeated_steps": 40}
+    assert counts(ledger) == (150, 40, 0)
+
+
+def test_resuming_before_the_checkpoint_repeats_more(story: Story) -> None:
+    fails_at(story, 100, saved=60)
+    story.rank(start=110).restored(30).steps(120, each=1.0, first=30).saved(150).finished()
+    assert counts(story.ledger()) == (150, 70, 0)
+
+
+def test_resuming_after_the_checkpoint_skips_data_and_loses_the_work_on_it(story: Story) -> None:
+    fails_at(story, 100, saved=60)
+    story.rank(start=110).restored(60).steps(50, each=1.0, first=100).saved(150).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (110, 0, 40)
+    assert took(ledger)["waste.unsaved_steps"] == 40
+
+
+def test_resuming_from_nothing_repeats_everything(story: Story) -> None:
+    fails_at(story, 100, saved=None)
+    story.rank(start=110).steps(150, each=1.0).saved(150).finished()
+    assert counts(story.ledger()) == (150, 100, 0)
+
+
+def test_resuming_without_telling_of_the_checkpoint_is_known_by_the_first_step(story: Story) -> None:
+    fails_at(story, 100, saved=None)
+    story.rank(start=110).steps(50, each=1.0, first=100).saved(150).finished()
+    assert counts(story.ledger()) == (150, 0, 0)
+
+
+def test_skipping_data_to_the_position_is_recovery(story: Story) -> None:
+    fails_at(story, 100, saved=100)
+    rank = story.rank(start=110).restored(100).span("data_skip", 25)
+    rank.steps(50, each=1.0, first=100).saved(150).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"recover.detection": 10, "recover.data_skip": 25, "training.effective": 150}
+
+
+def test_resuming_twice_in_a_row_repeats_each_time(story: Story) -> None:
+    fails_at(story, 100, saved=60)
+    story.rank(start=110).restored(60).steps(30, each=1.0, first=60).killed()
+    story.rank(start=150).restored(60).steps(90, each=1.0, first=60).saved(150).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (150, 30 + 40, 0)
+    assert [round(ns / 1e9) for ns in ledger.times_to_recover_ns] == [10, 10]
+    assert len(ledger.failures) == 2
+
+
+def test_an_attempt_that_fails_before_its_first_step_belongs_to_one_recovery(story: Story) -> None:
+    fails_at(story, 100, saved=100)
+    story.rank(start=110).wait(5).crashed("ImportError: no")
+    story.rank(start=130).wait(5).restored(100).steps(50, each=1.0, first=100).saved(150).finished()
+    ledger = story.ledger()
+    assert [ns / 1e9 for ns in ledger.times_to_recover_ns] == [35]
+    assert took(ledger) == {"recover.detection": 25, "recover.trainer_init": 10, "training.effective": 150}
+    assert [failure["attempt"] for failure in ledger.failures] == [0, 1]
+
+
+def test_a_rollback_inside_one_process_repeats_steps_without_a_failure(story: Story) -> None:
+    rank = story.rank().steps(100, each=1.0).saved(60)
+    rank.span("checkpoint_restore", 5).restored(60).steps(90, each=1.0, first=60).saved(150).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (150, 40, 0)
+    assert took(ledger)["recover.checkpoint_restore"] == 5
+    assert ledger.failures == []
+
+
+def test_with_twice_the_ranks_half_the_steps_repeat_the_same_data(story: Story) -> None:
+    for rank in (0, 1):
+        told = story.rank(rank, of=2, start=0).steps(100, each=1.0, batch_size=32)
+        told.saved(60).killed()
+    for rank in range(4):
+        told = story.rank(rank, of=4, start=110).restored(60)
+        told.steps(60, each=1.0, first=60, batch_size=32).saved(120).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (100 + 40, 20, 0)
+    assert took(ledger)["waste.repeated_steps"] == 20
+    assert took(ledger, rank=3)["waste.repeated_steps"] == 20
+
+
+def test_a_job_that_ends_with_unsaved_work_has_lost_it(story: Story) -> None:
+    story.rank().steps(90, each=1.0).saved(90).steps(10, each=1.0).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"training.effective": 90, "waste.unsaved_steps": 10}
+    assert counts(ledger) == (90, 0, 10)
+
+
+def test_a_job_that_failed_for_good_without_a_checkpoint_has_lost_everything(story: Story) -> None:
+    story.rank().steps(90, each=1.0).crashed()
+    assert took(story.ledger()) == {"waste.unsaved_steps": 90}
+
+
+def test_a_job_that_ends_well_and_never_tells_of_checkpoints_keeps_its_work(story: Story) -> None:
+    story.rank().steps(90, each=1.0).finished()
+    assert took(story.ledger()) == {"training.effective": 90}
+
+
+def test_work_past_the_last_checkpoint_is_not_lost_while_the_job_runs(story: Story) -> None:
+    rank = story.rank().steps(90, each=1.0).saved(50)
+    assert took(story.ledger(now=90, alive=(rank,))) == {"training.effective": 90}
+
+
+def test_steps_of_another_program_in_the_same_job_are_not_repeats(story: Story) -> None:
+    story.rank(start=0, program="pretrain.py").steps(100, each=1.0).saved(100).finished()
+    story.rank(start=100, program="finetune.py").steps(50, each=1.0).saved(50).finished()
+    assert counts(story.ledger()) == (150, 0, 0)
+
+
+def test_a_preparation_script_is_not_an_attempt(story: Story) -> None:
+    story.rank(start=0, program="prepare.py").wait(30).finished()
+    story.rank(start=40).wait(5).steps(100, each=1.0).saved(100).finished()
+    ledger = story.ledger()
+    assert len(ledger.attempts) == 1
+    assert took(ledger) == {"start.launcher_init": 40, "start.trainer_init": 5, "training.effective": 100}
+
+
+def test_epochs_follow_one_another_and_what_lies_between_is_shown_as_unattributed(story: Story) -> None:
+    rank = story.rank()
+    for _ in range(3):
+        rank.steps(50, each=1.0).wait(4)
+    rank.saved(150).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"training.effective": 150, "unattributed": 8, "shutdown.teardown": 4}
+    assert counts(ledger) == (150, 0, 0)
+
+
+# --- spans ---------------------------------------------------------------------------------------------------------
+
+
+def test_nested_stages_go_to_the_innermost(story: Story) -> None:
+    rank = story.rank()
+    with rank.during("train_module_creation"):
+        rank.wait(3)
+        with rank.during("init_plugins"):
+            rank.wait(2)
+        rank.wait(1)
+    rank.steps(10, each=1.0).finished()
+    sums = story.ledger().sums
+    assert sums[(Bucket.START_TRAINER_INIT, "train_module_creation")] == 4e9
+    assert sums[(Bucket.START_TRAINER_INIT, "init_plugins")] == 2e9
+
+
+def test_overlapping_spans_are_counted_once_by_precedence(story: Story) -> None:
+    rank = story.rank()
+    recorder = rank.recorder
+    compiling, restoring = recorder.span("pt2_compilation"), recorder.span("checkpoint_restore")
+    with rank.during("train_module_creation"):
+        compiling.__enter__()
+        rank.wait(5)
+        restoring.__enter__()
+        rank.wait(5)
+        compiling.__exit__(None, None, None)
+        rank.wait(5)
+        restoring.__exit__(None, None, None)
+        rank.wait(5)
+    rank.steps(10, each=1.0).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"start.pt2_compilation": 5, "start.trainer_init": 15, "training.effective": 10}
+    assert ledger.sums[(Bucket.START_TRAINER_INIT, "pre_train")] == 10e9
+
+
+def test_a_span_that_was_open_at_a_kill_is_counted_up_to_the_failure(story: Story) -> None:
+    rank = story.rank()
+    rank.recorder.span("train_module_creation").__enter__()
+    rank.wait(7).killed(seen=True)
+    ledger = story.ledger()
+    assert took(ledger) == {"start.trainer_init": 7}
+    assert ledger.sums == {(Bucket.START_TRAINER_INIT, "train_module_creation"): 7e9}
+
+
+def test_spans_of_unknown_names_are_not_counted(story: Story) -> None:
+    story.rank().steps(50, each=1.0, inside={10: ("forward", 0.5)}).saved(50).finished()
+    assert took(story.ledger()) == {"training.effective": 50.5}
+
+
+def test_compilation_in_the_first_step_is_start_and_later_is_recompilation(story: Story) -> None:
+    compiles = {0: ("pt2_compilation", 30.0), 20: ("pt2_compilation", 7.0)}
+    story.rank().steps(50, each=1.0, inside=compiles).saved(50).finished()
+    assert took(story.ledger()) == {
+        "start.pt2_compilation": 30,
+        "training.effective": 50,
+        "waste.recompilation": 7,
+    }
+
+
+def test_a_first_step_that_warms_up_unseen_is_initialisation_not_training(story: Story) -> None:
+    story.rank().steps(50, each=1.0, stall={0: 60.0}).saved(50).finished()
+    assert took(story.ledger()) == {"start.trainer_init": 60, "training.effective": 50}
+
+
+def test_evaluation_checkpoint_and_publishing_after_the_last_step_are_shutdown(story: Story) -> None:
+    rank = story.rank().steps(50, each=1.0)
+    rank.span("checkpoint_blocking", 3).saved(50).span("evaluation", 5).span("publish", 9).wait(2).finished()
+    assert took(story.ledger()) == {
+        "training.effective": 50,
+        "waste.evaluation": 5,
+        "shutdown.final_checkpoint": 3,
+        "shutdown.publish": 9,
+        "shutdown.teardown": 2,
+    }
+
+
+def test_gradient_accumulation_is_neither_stall_nor_waste(story: Story) -> None:
+    updates = {at: 2.0 for at in range(3, 400, 4)}
+    story.rank().steps(400, each=0.1, stall=updates).saved(400).finished()
+    assert took(story.ledger()) == {"training.effective": 40 + 200}
+
+
+def test_several_optimizers_are_one_step(story: Story) -> None:
+    rank = story.rank()
+    for _ in rank.recorder.steps(range(100)):
+        for _optimizer in range(2):
+            rank.wait(0.5)
+    rank.saved(100).finished()
+    assert counts(story.ledger()) == (100, 0, 0)
+    assert took(story.ledger()) == {"training.effective": 100}
+
+
+def test_a_prefetching_loader_that_keeps_up_costs_nothing(story: Story) -> None:
+    rank = story.rank()
+    rank.steps(1, each=1.0, data=20.0).steps(99, each=1.0).saved(100).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"start.trainer_init": 20, "training.effective": 100}
+    assert ledger.sums[(Bucket.START_TRAINER_INIT, "get_first_batch_data")] == 20e9
+
+
+def test_ragged_batches_are_not_stalls_but_a_rare_long_step_is(story: Story) -> None:
+    ragged = {at: 25.0 for at in range(0, 600, 10)}
+    story.rank(0, of=2).steps(600, each=1.0, stall=ragged).saved(600).finished()
+    story.rank(1, of=2).steps(600, each=1.0, stall={300: 25.0}).saved(600).finished()
+    ledger = story.ledger()
+    ragged_rank, steady_rank = took(ledger, 0), took(ledger, 1)
+    assert ragged_rank["training.effective"] >= 600 + 50 * 25
+    assert steady_rank["waste.stall"] == 25
+
+
+def test_the_stall_threshold_can_be_set(tmp_path: Path) -> None:
+    story = Story(tmp_path, stall=StallRule(times=100.0))
+    story.rank().steps(200, each=1.0, stall={100: 30.0}).saved(200).finished()
+    assert took(story.ledger()) == {"training.effective": 230}
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_everyone_waited_for_determines_the_start_and_is_named(story: Story) -> None:
+    story.rank(0, of=2).span("train_module_creation", 5).steps(1, each=26.0).steps(99, each=1.0).saved(100).finished()
+    story.rank(1, of=2).span("train_module_creation", 30).steps(100, each=1.0).saved(100).finished()
+    ledger = story.ledger()
+    assert ledger.attempts[0].critical_rank == 1
+    assert ledger.time_to_start_ns == 30e9
+    assert took(ledger) == {"start.trainer_init": 30, "training.effective": 100}
+
+
+def test_the_job_trains_when_its_slowest_rank_does(story: Story) -> None:
+    story.rank(0, of=2).steps(100, each=1.0).saved(100).finished()
+    story.rank(1, of=2).steps(100, each=0.6, data=0.4).saved(100).finished()
+    ledger = story.ledger()
+    assert ledger.slowest_rank == 1
+    assert took(ledger)["waste.data_wait"] == pytest.approx(39.6)
+    assert took(ledger, 0) == {"training.effective": 100}
+
+
+def test_a_stall_on_one_rank_is_explained_by_the_rank_that_caused_it(story: Story) -> None:
+    waits = {50: ("data_wait", 60.0)}
+    saves = {80: ("checkpoint_blocking", 40.0)}
+    story.rank(0, of=2).steps(100, each=1.0, inside=waits, stall={80: 40.0}).saved(100).finished()
+    story.rank(1, of=2).steps(100, each=1.0, inside=saves, stall={50: 60.0}).saved(100).finished()
+    found = took(story.ledger())
+    assert found["training.effective"] == 100
+    assert found["waste.data_wait"] == 60
+    assert found["waste.checkpoint_blocking"] == pytest.approx(40, abs=1)
+
+
+def test_the_last_rank_to_leave_determines_the_shutdown(story: Story) -> None:
+    story.rank(0, of=2).steps(100, each=1.0).saved(100).span("publish", 50).finished()
+    story.rank(1, of=2).steps(100, each=1.0).finished()
+    assert took(story.ledger()) == {"training.effective": 100, "shutdown.publish": 50}
+
+
+def test_a_rank_that_never_starts_is_reported_and_its_time_is_unattributed(story: Story) -> None:
+    for rank in (0, 1):
+        story.rank(rank, of=3).span("process_group_init", 60).crashed("DistStoreError: timed out")
+    ledger = story.ledger()
+    assert took(ledger) == {"start.trainer_init": 60}
+    assert took(ledger, 2) == {"unattributed": 60}
+    assert any("no journal of rank 2 of 3" in note for note in ledger.notes)
+
+
+def test_a_rank_that_missed_an_attempt_does_not_mix_attempts_up(story: Story) -> None:
+    story.rank(0, of=2, start=0, launch="0").wait(10).killed()
+    story.rank(1, of=2, start=30, launch="1").steps(10, each=1.0).finished()
+    story.rank(0, of=2, start=31, launch="1").steps(10, each=1.0).finished()
+    ledger = story.ledger()
+    assert [sorted(attempt.views) for attempt in ledger.attempts] == [[0], [0, 1]]
+
+
+def test_a_rank_that_dies_silently_fails_the_attempt(story: Story) -> None:
+    story.rank(0, of=2).steps(50, each=1.0).saved(50).wait(20).crashed("RuntimeError: connection reset by peer")
+    story.rank(1, of=2).steps(50, each=1.0).killed(seen=True)
+    for rank in (0, 1):
+        story.rank(rank, of=2, start=100).restored(50).steps(50, each=1.0, first=50).saved(100).finished()
+    ledger = story.ledger()
+    assert ledger.failures == [{"attempt": 0, "rank": 1, "category": None}]
+    assert took(ledger) == {"recover.teardown": 20, "recover.detection": 30, "training.effective": 100}
+
+
+def test_two_jobs_with_one_id_are_noticed_and_still_add_up(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).saved(100).finished()
+    story.rank(start=40).steps(100, each=1.0).saved(100).finished()
+    ledger = story.ledger()
+    assert any("two jobs seem to share" in note for note in ledger.notes)
+    took(ledger)
+
+
+def test_a_step_that_hangs_shows_as_a_growing_stall_while_it_hangs(story: Story) -> None:
+    rank = story.rank().steps(100, each=1.0)
+    rank.dies_in_step()
+    for now in (105, 150, 400):
+        found = took(story.ledger(now=now, alive=(rank,)))
+        assert found == ({"training.effective": 105} if now == 105 else
+                         {"training.effective": 101, "waste.stall": now - 101})  # fmt: skip
+
+
+def test_a_step_cut_short_by_a_kill_is_lost(story: Story) -> None:
+    rank = story.rank().steps(100, each=1.0).saved(100)
+    rank.dies_in_step(after=0.5)
+    rank.killed(seen=True)
+    story.rank(start=110).restored(100).steps(10, each=1.0, first=100).saved(110).finished()
+    found = took(story.ledger())
+    assert found == {"recover.detection": 9.5, "training.effective": 110, "waste.unsaved_steps": 0.5}
+
+
+# --- clocks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [-7200.0, 3600.0])
+def test_hosts_with_skewed_clocks_are_aligned_where_the_process_group_was_ready(story: Story, ahead: float) -> None:
+    for start in (0, 300):
+        story.rank(0, of=2, start=start).span("process_group_init", 10).steps(100, each=1.0).saved(100).killed(True)
+        other = story.rank(1, of=2, start=start, boot="boot-1", wall_ahead=ahead)
+        other.span("process_group_init", 10).steps(100, each=1.0).killed()
+    ledger = story.ledger()
+    assert len(ledger.attempts) == 2
+    assert ledger.wall_ns == 410e9
+    assert took(ledger, 0)["start.trainer_init"] == took(ledger, 1)["start.trainer_init"] == 10
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(story: Story) -> None:
+    first = story.rank(start=0).wait(5)
+    first.clock.jump(-86400.0)
+    first.steps(100, each=1.0).saved(100).killed()
+    story.rank(start=120, wall_ahead=-86400.0).restored(100).steps(50, each=1.0, first=100).saved(150).finished()
+    assert took(story.ledger()) == {"start.trainer_init": 5, "recover.detection": 15, "training.effective": 150}
+
+
+# --- before the trainer --------------------------------------------------------------------------------------------
+
+
+def test_scheduling_and_hardware_setup_come_from_the_platform(story: Story) -> None:
+    rank = story.rank(start=0, launcher="agent", launcher_started_ns=round((5000 - 10) * 1e9))
+    rank.scheduled(eligible=-100, allocated=-40).wait(5).steps(10, each=1.0).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {
+        "start.scheduling": 60,
+        "start.hardware_setup": 30,
+        "start.launcher_init": 10,
+        "start.trainer_init": 5,
+        "training.effective": 10,
+    }
+    assert ledger.time_to_start_ns == 105e9
+    assert not any("unknown" in note for note in ledger.notes)
+
+
+def test_without_the_platforms_word_scheduling_is_unknown_and_said_so(story: Story) -> None:
+    story.rank().steps(10, each=1.0).finished()
+    assert any("scheduling and hardware setup unknown" in note for note in story.ledger().notes)
+
+
+def test_a_requeued_job_waits_for_its_hardware_again(story: Story) -> None:
+    story.rank(start=0).scheduled(-10, 0).steps(100, each=1.0).saved(100).crashed("preempted")
+    again = story.rank(start=300).scheduled(150, 280)
+    again.restored(100).steps(50, each=1.0, first=100).saved(150).finished()
+    assert took(story.ledger()) == {
+        "start.scheduling": 10,
+        "recover.backoff": 50,
+        "recover.scheduling": 130,
+        "recover.launcher_init": 20,
+        "training.effective": 150,
+    }
+
+
+def test_what_a_supervisor_recorded_wins_over_what_is_inferred(story: Story) -> None:
+    supervisor = story.rank(start=-2, role="supervisor")
+    supervisor.wait(2)
+    story.rank(start=0).steps(100, each=1.0).saved(100).killed()
+    supervisor.wait(100).span("detection", 1).span("teardown", 4).span("backoff", 10).span("rendezvous", 2)
+    supervisor.killed()
+    story.rank(start=120).restored(100).steps(50, each=1.0, first=100).saved(150).finished()
+    assert took(story.ledger()) == {
+        "recover.detection": 1 + 3,
+        "recover.teardown": 4,
+        "recover.backoff": 10,
+        "recover.rendezvous": 2,
+        "training.effective": 150,
+    }
+
+
+@pytest.mark.parametrize(
+    ("tell", "expected"),
+    [
+        (lambda story: story.rank().wait(30), {"start.trainer_init": 30}),
+        (lambda story: story.rank().steps(30, each=1.0), {"training.effective": 30}),
+        (lambda story: story.rank().steps(20, each=1.0).wait(10), {"training.effective": 20, "unattributed": 10}),
+    ],
+)
+def test_a_job_that_still_runs_is_accounted_up_to_now(
+    story: Story, tell: Callable[[Story], object], expected: dict[str, float]
+) -> None:
+    rank = tell(story)
+    ledger = story.ledger(now=30, alive=(rank,))  # type: ignore[arg-type]
+    assert took(ledger) == expected
+    assert ledger.state == "running"
