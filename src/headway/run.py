@@ -91,7 +91,7 @@ class Run:
         error = getattr(sys, "last_value", None)
         text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None
         self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text))
-        self.recorder.close()
+        self.recorder.close(error)
 
 
 # --- joining -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from headway.events.clock import Clock, start_ticks
 from headway.events.vocabulary import Process, clean_text
 
 _SECRET = re.compile(r"(?i)(token|secret|passw(or)?d|passwd|api[-_]?key|access[-_]?key|credential|auth)")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
 
@@ -57,8 +58,8 @@ def job_name(environ: Mapping[str, str], given: str = "") -> str:
     script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c") else "python"
     if run := environ.get("TORCHELASTIC_RUN_ID"):
         if run != "none":
-            return f"{script}-{run}"
-        # torchrun's default id is the same for every job: on one node its agent tells jobs apart, on several nothing does
+            return f"{script}-{run[:8] if _UUID.fullmatch(run) else run}"
+        # torchrun's default id is the same for every job: on one node its agent tells jobs apart, on several nothing.
         if environ.get("GROUP_WORLD_SIZE", "1") == "1":
             return f"{script}-{os.getppid()}-{start_ticks(os.getppid())}"
     return f"{script}-{os.urandom(4).hex()}"

@@ -5,10 +5,11 @@ written is counted as lost, and the job goes on.
 """
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
 from headway.events.clock import Clock
@@ -66,17 +67,15 @@ class Recorder:
                 yield step, batch
                 step += 1
                 meter.end(step)
-        except GeneratorExit:  # `break` in the loop's body: the step it left was trained
-            if meter._open:
-                meter.end(step + 1)
+        except GeneratorExit:
+            meter.leave(step + 1, sys._getframe().f_back)
             raise
-        finally:
+        else:
             meter.close()
 
-    def close(self) -> None:
-        """Ends the journal."""
-        self.steps_meter.flush()
-        self.steps_meter._open = False
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the journal; `error` is the exception that ends the process, if one does."""
+        self.steps_meter.finish(error)
         self.writer.close()
 
     def detach(self) -> None:
@@ -127,8 +126,8 @@ class StepMeter:
     unlike steps are no longer rare, it follows them.
     """
 
-    __slots__ = ("_begin", "_cell", "_count", "_data", "_end", "_first", "_limit", "_mark", "_next", "_now", "_open",
-                 "_recorder", "_since", "_unlike")  # fmt: skip
+    __slots__ = ("_begin", "_cell", "_count", "_data", "_end", "_first", "_left", "_limit", "_mark", "_next", "_now",
+                 "_open", "_recorder", "_since", "_unlike")  # fmt: skip
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
@@ -139,18 +138,22 @@ class StepMeter:
         self._begin = self._end = self._since = self._data = self._count = 0
         self._limit = 0
         self._unlike: list[int] = []
+        self._left: tuple[CodeType, int] | None = None
 
     def open(self, first: int | None = None, batch_size: int | None = None) -> int:
         """A loop begins, at step `first` (by default after the last one). Returns the number of its first step."""
         self.close()
         now = self._now()
-        self._first = self._next = self._mark = self._next if first is None else first
-        self._recorder.record(LoopBegin(t_ns=now, first=self._first, batch_size=batch_size))
-        self._begin = self._end = now
-        self._count = self._data = 0
+        first = self._next if first is None else first
+        self._recorder.record(LoopBegin(t_ns=now, first=first, batch_size=batch_size))
+        if not self._count or first != self._next:  # else the last run found no space, and goes on
+            self._first = first
+            self._begin = self._end = now
+            self._count = self._data = 0
+        self._next = self._mark = first
         self._open = True
         self._store(0)
-        return self._first
+        return first
 
     def begin(self) -> None:
         """The step's data has arrived."""
@@ -183,10 +186,38 @@ class StepMeter:
 
     def close(self) -> None:
         """The loop is over."""
-        if self._open:
-            self._open = False
+        if self._open or self._left:
+            self._open, self._left = False, None
             if self.flush():  # else there is no space, and the cell goes on holding what the record could not
                 self._store(-1)
+
+    def leave(self, next: int, frame: FrameType | None) -> None:
+        """The loop was left inside a step: by `break`, and the step is done; or by an exception, and it is not.
+
+        Which of the two cannot be told here. The step is taken as done, but stays in the cell until it is clear.
+        """
+        if not self._open:
+            return
+        self.flush()
+        self._open, self._left = False, (frame.f_code, frame.f_lineno) if frame else None
+        self._data, self._count, self._end, self._next = self._since - self._end, 1, self._now(), next
+        self._store(-1)
+
+    def finish(self, error: BaseException | None) -> None:
+        """The process ends. If by an exception that left the loop, the step it was in was not done."""
+        trace = error.__traceback__ if error else None
+        while self._left and trace is not None:
+            if (trace.tb_frame.f_code, trace.tb_lineno) == self._left:
+                self._left, self._open = None, True
+                self._next, self._end, self._count, self._data = self._first, self._begin, 0, 0
+                self._store(self._since)
+            else:
+                trace = trace.tb_next
+        if self._open:
+            self.flush()
+            self._open = False
+        else:
+            self.close()
 
     def _write_run(self) -> bool:
         run = (self._count, self._first, self._next, self._begin, self._end, self._data)
