@@ -120,6 +120,8 @@ def _join(environ: Mapping[str, str] = os.environ) -> Run:
 
 def _is_helper() -> bool:
     """Whether this is a child that Python's multiprocessing started: a data worker, not a trainer."""
+    if any(word.startswith("from multiprocessing.") for word in sys.orig_argv):
+        return True  # spawn and forkserver import the trainer's script before they know whose child they are
     module = sys.modules.get("multiprocessing.process")
     return module is not None and module.parent_process() is not None
 

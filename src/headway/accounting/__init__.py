@@ -1,0 +1,20 @@
+"""The ledger: every second of a job, and of each of its ranks, in exactly one bucket.
+
+In come records, in any number and as they are written. Out comes a `Ledger` whose parts add up to the job's wall time,
+to the nanosecond, and what to do about the largest of them. This room reads no file, no clock and no environment: the
+same records give the same ledger everywhere.
+
+    timeline   one process: records folded into pieces of time that do not overlap
+    attempts   which processes ran together, on one time axis, and when each attempt began and failed
+    rules      which bucket a piece goes to, what a stall is, which steps were new
+    ledger     ranks, attempts and the job, from the pieces and the rules
+    advice     fixes, ranked by the points each would give back
+
+Typical use::
+
+    accounts = JobAccounts()
+    for process, batch in JobReader(paths).poll():
+        accounts.add(process, batch.records, batch.cell)
+    ledger = accounts.ledger(now, alive)
+    print(percent(ledger.buckets)[0])
+"""

@@ -1,16 +1,17 @@
 """`headway jobs`: what there is."""
 
 import json
+from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from headway.accounting.ledger import percent
 from headway.cli.source import home, open_job
 from headway.errors import UnknownJob
-from headway.observe.terminal import clock_time, duration
+from headway.observe.terminal import clock_time, duration, plain
 from headway.paths import jobs_in
 
 
@@ -26,19 +27,18 @@ def jobs(as_json: bool, limit: int) -> None:
         return
     table = Table("job", "state", "began", "wall", "attempts", "ranks", "ETT%", box=None, header_style="dim")
     for row in rows:
-        if row["state"] == "unreadable":
-            table.add_row(escape(row["job"]), "unreadable")
-            continue
-        ett = f"{row['ett_percent']:.1f}"
-        cells = (clock_time(row["begin"]), duration(row["wall_s"]), str(row["attempts"]), str(row["ranks"]), ett)
-        table.add_row(escape(row["job"]), row["state"], *cells)
+        cells = [row["state"]]
+        if "begin" in row:
+            cells += [clock_time(row["begin"]), duration(row["wall_s"]), str(row["attempts"]), str(row["ranks"])]
+            cells.append(f"{row['ett_percent']:.1f}")
+        table.add_row(Text(plain(row["job"])), *cells)
     console = Console()
-    console.print(table if rows else f"No jobs in {escape(str(home()))} yet.")
+    console.print(table if rows else Text(f"No jobs in {plain(str(home()))} yet."))
     if len(names) > limit:
-        console.print(f"[dim]and {len(names) - limit} more: --limit {len(names)} shows all[/dim]")
+        console.print(Text(f"and {len(names) - limit} more: --limit {len(names)} shows all", "dim"))
 
 
-def _row(name: str) -> dict[str, object]:
+def _row(name: str) -> dict[str, Any]:
     try:
         ledger = open_job(name).ledger()
     except UnknownJob:
