@@ -85,6 +85,28 @@ if __name__ == "__main__":
     assert told()["steps"]["new"] == 20
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_trainers_started_by_multiprocessing_are_ranks(home: Path, method: str) -> None:
+    script(
+        home,
+        f"""
+import os, headway, torch.multiprocessing as mp
+def train(rank):
+    os.environ |= {{"RANK": str(rank), "WORLD_SIZE": "2"}}
+    run = headway.current()
+    for step, batch in run.steps(range(20)): pass
+    run.finish()
+if __name__ == "__main__":
+    mp.start_processes(train, nprocs=2, start_method={method!r})
+""",
+        HEADWAY_JOB="spawned",
+    )
+    report = told("spawned")
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert len(report["attempts"]) == 1
+    assert report["steps"]["new"] == 20
+
+
 def test_loader_workers_of_torch_are_not_ranks(home: Path) -> None:
     script(
         home,

@@ -32,8 +32,20 @@ def current() -> "Run":
     global _current
     with _lock:
         if _current is None:
-            _current = _join()
+            run = _join()
+            if _is_being_imported():  # a spawned child, which may yet turn out to be a trainer
+                return run
+            _current = run
         return _current
+
+
+def _forget() -> None:
+    """In a forked child: its parent's run is not its own."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class Run:
@@ -119,11 +131,16 @@ def _join(environ: Mapping[str, str] = os.environ) -> Run:
 
 
 def _is_helper() -> bool:
-    """Whether this is a child that Python's multiprocessing started: a data worker, not a trainer."""
-    if any(word.startswith("from multiprocessing.") for word in sys.orig_argv):
-        return True  # spawn and forkserver import the trainer's script before they know whose child they are
+    """Whether this is a data worker or the like: multiprocessing makes those daemons, and trainers not."""
     module = sys.modules.get("multiprocessing.process")
-    return module is not None and module.parent_process() is not None
+    return module is not None and (_is_being_imported() or module.current_process().daemon)
+
+
+def _is_being_imported() -> bool:
+    """Whether this child of spawn or forkserver still imports its parent's script, before it does its own work."""
+    module = sys.modules.get("multiprocessing.process")
+    spawned = any(word.startswith("from multiprocessing.") for word in sys.orig_argv)
+    return module is not None and spawned and module.parent_process() is None
 
 
 def _open_journal(settings: Settings, process: Process) -> Writer:
