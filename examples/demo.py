@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -42,13 +43,17 @@ def start(job: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
 
 
-def look(source: Source | None, job: str) -> tuple[Source | None, dict[str, object] | None]:
+def look(source: Source | None, job: str) -> tuple[Source | None, dict[str, Any] | None]:
     """The report so far; nothing before the first rank has begun."""
     try:
         source = source or open_job(job)
         return source, summary(source.ledger())
     except UnknownJob:
         return None, None
+
+
+def _doing(report: dict[str, Any] | None) -> str:
+    return f"attempt {len(report['attempts']) - 1}, {report['steps']['new']:.0f} steps" if report else "starting"
 
 
 def follow(training: subprocess.Popen[bytes], job: str, console: Console) -> None:
@@ -62,8 +67,7 @@ def follow(training: subprocess.Popen[bytes], job: str, console: Console) -> Non
                 live.update(render(report), refresh=True)
             elif passed - told > 10:
                 told = passed
-                doing = f"attempt {len(report['attempts']) - 1}, {report['steps']['new']:.0f} steps" if report else "starting"
-                console.print(f"{passed:4.0f} s  {doing}")
+                console.print(f"{passed:4.0f} s  {_doing(report)}")
             time.sleep(0.5)
 
 

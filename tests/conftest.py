@@ -1,4 +1,4 @@
-"""Turns `@pytest.mark.needs("program")` into a skip that says how to get the program; in CI such a skip is a failure."""
+"""Turns `@pytest.mark.needs("program")` into a skip that says how to get it; in CI such a skip is a failure."""
 
 import os
 import shutil

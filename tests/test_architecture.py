@@ -78,4 +78,3 @@ def test_importing_headway_imports_no_torch_and_no_third_party_package() -> None
                           env={"PYTHONPATH": str(SOURCE.parent)})  # fmt: skip
     loaded = set(done.stdout.split()) - {"headway", "__main__"}
     assert loaded <= sys.stdlib_module_names
-

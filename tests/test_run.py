@@ -190,7 +190,7 @@ def test_a_kill_in_the_middle_of_a_step_leaves_every_finished_step(home: Path) -
 
 
 def test_checkpoints_without_a_number_mean_up_to_here(home: Path) -> None:
-    text = LOOP.replace("    pass", "    if step == 9: run.checkpoint_saved()").replace("run.checkpoint_saved()\nrun", "run")
+    text = LOOP.replace("run.checkpoint_saved()\n", "").replace("    pass", "    if step == 9: run.checkpoint_saved()")
     script(home, text)
     assert told()["steps"] == {"new": 10, "repeated": 0, "unsaved": 10}
 

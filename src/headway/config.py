@@ -46,8 +46,7 @@ class Settings:
         for key in ("home", "spool"):
             if key in values:
                 values[key] = Path(str(values[key]))
-        settings = cls(**values)  # type: ignore[arg-type]
-        return settings
+        return cls(**values)  # type: ignore[arg-type]
 
     @property
     def home_folder(self) -> Path:

@@ -11,8 +11,24 @@ from headway.errors import InputError, PlatformError
 JOURNAL = ".hwj"
 NODE = ".hwn"
 NETWORK = frozenset(
-    "nfs nfs4 cifs smb3 smbfs lustre gpfs ceph beegfs afs glusterfs pvfs2 orangefs 9p virtiofs fuse".split()
+    (
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "lustre",
+        "gpfs",
+        "ceph",
+        "beegfs",
+        "afs",
+        "glusterfs",
+        "pvfs2",
+        "orangefs",
+    )
+    + ("9p", "virtiofs", "fuse")
 )
+"""File systems on which a mapped file may be on another machine."""
 
 
 class JobPaths:
@@ -96,4 +112,4 @@ def is_network(folder: Path, mountinfo: str | None = None) -> bool:
 
 
 def _last_change(folder: Path) -> float:
-    return max((path.stat().st_mtime for path in (folder, folder / "journals", folder / "nodes") if path.exists()))
+    return max(path.stat().st_mtime for path in (folder, folder / "journals", folder / "nodes") if path.exists())

@@ -180,10 +180,10 @@ def _ask_platform(run: Run, settings: Settings, environ: Mapping[str, str]) -> N
     def ask() -> None:
         try:
             told = scheduler.scheduled(environ, settings.eligible, settings.allocated, run.recorder.now_ns())
+            if told is not None:
+                run.recorder.record(told)
         except ValueError as error:
-            return _say(f"HEADWAY_ELIGIBLE or HEADWAY_ALLOCATED cannot be read: {error}. Scheduling stays unknown.")
-        if told is not None:
-            run.recorder.record(told)
+            _say(f"HEADWAY_ELIGIBLE or HEADWAY_ALLOCATED cannot be read: {error}. Scheduling stays unknown.")
 
     if settings.eligible or settings.allocated:
         ask()

@@ -112,7 +112,7 @@ def test_probe_g_waiting_for_data_half_of_each_step_is_half_the_time(story: Stor
 
 
 def test_probe_h_blocking_checkpoints_are_counted(story: Story) -> None:
-    saves = {at: ("checkpoint_blocking", 120.0) for at in range(99, 1000, 100)}
+    saves = dict.fromkeys(range(99, 1000, 100), ("checkpoint_blocking", 120.0))
     story.rank().steps(1000, each=1.0, inside=saves).saved(1000).finished()
     assert took(story.ledger()) == {"training.effective": 1000, "waste.checkpoint_blocking": 1200}
 
@@ -334,7 +334,7 @@ def test_evaluation_checkpoint_and_publishing_after_the_last_step_are_shutdown(s
 
 
 def test_gradient_accumulation_is_neither_stall_nor_waste(story: Story) -> None:
-    updates = {at: 2.0 for at in range(3, 400, 4)}
+    updates = dict.fromkeys(range(3, 400, 4), 2.0)
     story.rank().steps(400, each=0.1, stall=updates).saved(400).finished()
     assert took(story.ledger()) == {"training.effective": 40 + 200}
 
@@ -358,7 +358,7 @@ def test_a_prefetching_loader_that_keeps_up_costs_nothing(story: Story) -> None:
 
 
 def test_ragged_batches_are_not_stalls_but_a_rare_long_step_is(story: Story) -> None:
-    ragged = {at: 25.0 for at in range(0, 600, 10)}
+    ragged = dict.fromkeys(range(0, 600, 10), 25.0)
     story.rank(0, of=2).steps(600, each=1.0, stall=ragged).saved(600).finished()
     story.rank(1, of=2).steps(600, each=1.0, stall={300: 25.0}).saved(600).finished()
     ledger = story.ledger()

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -120,7 +121,13 @@ def check(ledger: Ledger) -> None:
             assert sum(view.sums_all.values()) == attempt.wall_ns, view.sums_all
             assert min(view.sums_all.values(), default=0) >= 0
             pieces = view.pieces()
-            assert sum(end - begin for begin, end, _ in pieces) <= attempt.wall_ns
+            assert sum(end - begin for begin, end, _ in pieces) == attempt.wall_ns
+            assert all(a[1] == b[0] for a, b in pairwise(pieces)), "pieces leave no gap and do not overlap"
+            drawn: dict[object, int] = {}
+            for begin, end, key in pieces:
+                drawn[key] = drawn.get(key, 0) + end - begin
+            for key in view.sums_all.keys() | drawn.keys():  # steps of one run are shared out piece by piece
+                assert abs(view.sums_all.get(key, 0) - drawn.get(key, 0)) <= len(pieces)
     for rank in ledger.ranks:
         assert min(ledger.rank_sums(rank).values(), default=0) >= 0
     assert sum(ledger.times_to_recover_ns) == sum(ns for (b, _), ns in ledger.sums.items() if b.startswith("recover."))

@@ -1,7 +1,6 @@
 """What to do about it: fixes, ranked by the ETT points that each would give back at most."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.accounting.ledger import Ledger, percent
@@ -155,15 +154,16 @@ def points_back(ledger: Ledger, buckets: tuple[Bucket, ...], saved_ns: float) ->
 
 
 def _bound(ledger: Ledger, remedy: _Remedy) -> Advice | None:
-    in_stage: Callable[[str], bool] = lambda stage: not remedy.stage or stage == remedy.stage
-    lost = {key: ns for key, ns in ledger.sums.items() if key[0] in remedy.buckets and in_stage(key[1]) and ns}
+    lost = {
+        (bucket, stage): ns
+        for (bucket, stage), ns in ledger.sums.items()
+        if ns and bucket in remedy.buckets and remedy.stage in ("", stage)
+    }
     if not lost:
         return None
     saved = sum(lost.values())
     most = max(lost, key=lambda key: lost[key])
-    return Advice(
-        remedy.title, points_back(ledger, remedy.buckets, saved), saved / 1e9, remedy.fix, str(most[0])
-    )
+    return Advice(remedy.title, points_back(ledger, remedy.buckets, saved), saved / 1e9, remedy.fix, str(most[0]))
 
 
 def _checkpoint_interval(ledger: Ledger) -> Advice | None:

@@ -185,9 +185,7 @@ def _group_by_turn(members: list[Member]) -> list[Attempt]:
     counts = {len(mine) for mine in turns.values()}
     if len({m.process.boot for m in members}) == 1 or len(counts) != 1:
         return []
-    return [
-        Attempt(turn, {rank: turns[rank][turn] for rank in sorted(turns)}) for turn in range(counts.pop())
-    ]
+    return [Attempt(turn, {rank: turns[rank][turn] for rank in sorted(turns)}) for turn in range(counts.pop())]
 
 
 def _starts_again(earlier: Member, later: Member) -> bool:

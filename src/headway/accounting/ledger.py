@@ -1,10 +1,11 @@
 """The ledger: every nanosecond of a job, and of each of its ranks, in exactly one bucket.
 
 The job's own timeline is stitched from its ranks': up to the first step from the rank that everyone waited for, then
-from the one that lost most in the loop, after the last step from the one that left last. Each rank's time is a partition, so
-the job's is one too.
+from the one that lost most in the loop, after the last step from the one that left last. Each rank's time is a
+partition, so the job's is one too.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -170,6 +171,8 @@ class RankView:
             for key, ns in sums.items():
                 result.append((low, low + ns, key))
                 low += ns
+        if self.end_ns < end:
+            result.append((max(self.end_ns, begin), end, self._key("", Part.TAIL)))
         return result
 
     def bars(self) -> list[tuple[str, int, int, int]]:
@@ -209,20 +212,16 @@ class RankView:
             _add(sums, self._key(piece.what, part), piece)
 
     def _add_loop(self, sums: Sums, begin: int, end: int) -> None:
-        within, ends = self._look.loop.within(begin, end)
-        bounds: dict[int, tuple[float, float]] = {}
-        for piece in ends:
-            if piece.what is Loop.STEP:
-                low, high = bounds.get(piece.stint, (piece.first, piece.next))
-                bounds[piece.stint] = (min(low, piece.first), max(high, piece.next))
-        for what, ns in within.items():
+        loop = self._look.loop
+        bounds = loop.steps_within(begin, end)
+        for what, ns in loop.within(begin, end).items():
             if isinstance(what, str):
                 if ns:
                     key = self._key(what, Part.LOOP)
                     sums[key] = sums.get(key, 0) + ns
             else:
-                low, high = bounds.get(what, (float("-inf"), float("inf")))
-                self._add_steps(sums, what, ns, low, high, self.member.timeline.stints[what].took_ns)
+                first, next = bounds.get(what, (-math.inf, math.inf))
+                self._add_steps(sums, what, ns, first, next, self.member.timeline.stints[what].took_ns)
 
     def _add_steps(
         self, sums: Sums, stint: int, ns: int, first: float, next: float,

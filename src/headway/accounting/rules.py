@@ -291,8 +291,9 @@ def label_steps(stints: Sequence[Stint], *, ended: bool, failed: bool) -> Lineag
 
 
 def _lineage(placed: list[tuple[Stint, float, float]], fresh: list[Intervals], alive: dict[str, Intervals]) -> Lineage:
-    labels, counts = [], dict.fromkeys(
-        (Bucket.TRAINING_EFFECTIVE, Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_UNSAVED_STEPS), 0.0
+    labels, counts = (
+        [],
+        dict.fromkeys((Bucket.TRAINING_EFFECTIVE, Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_UNSAVED_STEPS), 0.0),
     )
     for (stint, base, scale), new in zip(placed, fresh, strict=True):
         kept = _minus(new, _minus(new, alive[stint.program]))

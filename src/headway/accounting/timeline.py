@@ -5,6 +5,7 @@ what it brings and nothing of what came before. What is not settled yet (the run
 the time after the last step) is laid over the settled part whenever the timeline is looked at.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -90,28 +91,38 @@ class Pieces:
         self.items.append(piece)
         _count(self.sums, piece, piece.end_ns - piece.begin_ns)
 
-    def within(self, begin_ns: int, end_ns: int) -> tuple[dict[str | int, int], list[Piece]]:
-        """Sums over a stretch, and the pieces at its ends, cut to it."""
+    def within(self, begin_ns: int, end_ns: int) -> dict[str | int, int]:
+        """Sums over a stretch."""
+        low, high = self._overlapping(begin_ns, end_ns)
+        if 2 * (high - low) <= len(self.items):
+            sums: dict[str | int, int] = {}
+            for piece in self.items[low:high]:
+                _count(sums, piece, min(piece.end_ns, end_ns) - max(piece.begin_ns, begin_ns))
+            return sums
+        sums = dict(self.sums)
+        for piece in (*self.items[:low], *self.items[high:]):
+            _count(sums, piece, piece.begin_ns - piece.end_ns)
+        for piece in {self.items[low], self.items[high - 1]}:
+            outside = max(begin_ns - piece.begin_ns, 0) + max(piece.end_ns - end_ns, 0)
+            _count(sums, piece, -outside)
+        return sums
+
+    def steps_within(self, begin_ns: int, end_ns: int) -> dict[int, tuple[float, float]]:
+        """From where to where the stints at the ends of a stretch reach inside it; those between lie in it whole."""
+        inside = range(*self._overlapping(begin_ns, end_ns))
+        first = next((self.items[at] for at in inside if self.items[at].what is Loop.STEP), None)
+        last = next((self.items[at] for at in reversed(inside) if self.items[at].what is Loop.STEP), None)
+        if first is None or last is None:
+            return {}
+        bounds = {first.stint: (cut(first, begin_ns, end_ns).first, math.inf)}
+        bounds[last.stint] = (bounds.get(last.stint, (-math.inf,))[0], cut(last, begin_ns, end_ns).next)
+        return bounds
+
+    def _overlapping(self, begin_ns: int, end_ns: int) -> tuple[int, int]:
         low = bisect_right(self.begins, begin_ns) - 1
         if low < 0 or self.items[low].end_ns <= begin_ns:
             low += 1
-        high = max(bisect_left(self.begins, end_ns), low)
-        inside = high - low
-        if not inside or (inside == len(self.items) and begin_ns <= self.begins[0] and self.items[-1].end_ns <= end_ns):
-            return (dict(self.sums) if inside else {}), []
-        ends = [cut(piece, begin_ns, end_ns) for piece in self.items[low:high:max(inside - 1, 1)]]
-        if 2 * inside <= len(self.items):
-            sums: dict[str | int, int] = {}
-            for piece in self.items[low:high]:
-                piece = cut(piece, begin_ns, end_ns)
-                _count(sums, piece, piece.end_ns - piece.begin_ns)
-            return sums, ends
-        sums = dict(self.sums)
-        for at in (*range(low), *range(high, len(self.items))):
-            _count(sums, self.items[at], self.items[at].begin_ns - self.items[at].end_ns)
-        for whole, part in zip(self.items[low:high:max(inside - 1, 1)], ends, strict=True):
-            _count(sums, whole, (part.end_ns - part.begin_ns) - (whole.end_ns - whole.begin_ns))
-        return sums, ends
+        return low, max(bisect_left(self.begins, end_ns), low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +139,9 @@ class Timeline:
     """Folds one process's records. Times stay on the process's own monotonic clock."""
 
     __slots__ = (
-        "_floor", "_names", "_open", "_open_bars", "_pace", "_pending", "_restored", "_rule", "_winner",
-        "_at", "bars", "cell", "dropped", "ended", "first_step", "gone", "group_ready_ns", "init", "last_ns", "last_step_ns", "loop", "marks",
-        "process", "scheduled", "stints",
+        "_at", "_floor", "_names", "_open", "_open_bars", "_pace", "_pending", "_restored", "_rule", "_winner", "bars",
+        "cell", "dropped", "ended", "first_step", "gone", "group_ready_ns", "init", "last_ns", "last_step_ns", "loop",
+        "marks", "process", "scheduled", "stints",
     )  # fmt: skip
 
     def __init__(self, rule: StallRule | None = None) -> None:
@@ -283,7 +294,7 @@ class Timeline:
         free_ns = sum(piece.end_ns - piece.begin_ns for piece in free)
         count = max(run.count, 1)
         if count == 1:
-            waited = [piece for piece in _split(free, run.begin_ns, run.begin_ns + max(run.data_ns, 0))[1]]
+            waited = _split(free, run.begin_ns, run.begin_ns + max(run.data_ns, 0))[1]
             data_ns = sum(piece.end_ns - piece.begin_ns for piece in waited)
         else:
             data_ns = min(max(run.data_ns, 0), free_ns)
@@ -410,10 +421,8 @@ def _free_ns(pieces: list[Piece]) -> int:
     return sum(p.end_ns - p.begin_ns for p in pieces if PRECEDENCE[p.what] >= PRECEDENCE[Loop.STEP])
 
 
-def _fill(
-    pieces: list[Piece], shares: Sequence[tuple[str, int]], stint: int, first: float, next: float
-) -> list[Piece]:
-    """Gives the time that no stronger activity claims to `shares`, in their order; steps are spread over their share."""
+def _fill(pieces: list[Piece], shares: Sequence[tuple[str, int]], stint: int, first: float, next: float) -> list[Piece]:
+    """Gives the time that no stronger activity claims to `shares`, in order; steps are spread over their share."""
     filled: list[Piece] = []
     left = list(shares)
     step_ns = dict(shares).get(Loop.STEP, 0)

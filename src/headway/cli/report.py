@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -52,9 +51,9 @@ def _check(ledger: Ledger, attempt: int | None, rank: int | None) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror}): name a file in a folder that exists.") from error
+        raise InputError(
+            f"{path} cannot be written ({error.strerror}): name a file in a folder that is there."
+        ) from error
     click.echo(f"wrote {path} ({len(text) / 1e6:.1f} MB)", err=True)
-
-

@@ -67,9 +67,10 @@ class NodeReader:
                 file.seek(self._read.get(path, 0))
                 data = file.read()
         except OSError as error:
-            return [(path.name, Batch(problems=[f"{path.name} cannot be read ({error.strerror}): its node is missing"]))]
+            problem = f"{path.name} cannot be read ({error.strerror}): its node is missing here"
+            return [(path.name, Batch(problems=[problem]))]
         batches, used = [], 0
-        for payload, used in frames(data, problems):
+        for payload, used in frames(data, problems):  # noqa: B007
             try:
                 batches.append(self._batch(decode_chunk(payload)))
             except (struct.error, UnicodeDecodeError):

@@ -52,7 +52,7 @@ LABELS: dict[Bucket, str] = {
     Bucket.RECOVER_TRAINER_INIT: "trainer restart",
     Bucket.RECOVER_CHECKPOINT_RESTORE: "checkpoint restore",
     Bucket.RECOVER_DATA_SKIP: "data skip",
-    Bucket.RECOVER_PT2_COMPILATION: "compilation after failure",
+    Bucket.RECOVER_PT2_COMPILATION: "compilation on restart",
     Bucket.TRAINING_EFFECTIVE: "effective training",
     Bucket.WASTE_REPEATED_STEPS: "repeated steps",
     Bucket.WASTE_UNSAVED_STEPS: "unsaved steps",

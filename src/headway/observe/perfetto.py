@@ -3,17 +3,21 @@
 One process track for the job, with its attempts and what happened in them, then one for each rank: its time by bucket,
 and under it every span as it was recorded, thread by thread. Times are microseconds since the job began, to the
 nanosecond.
+
+Typical use::
+
+    Path("job.json").write_text(json.dumps(perfetto.trace(ledger)))
 """
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from headway.accounting.ledger import AttemptLedger, Ledger
-from headway.accounting.rules import Bucket, Key, Part, bucket
+from headway.accounting.rules import Bucket, Key
 from headway.events.vocabulary import Mark, Restored, Saved
-from headway.observe.palette import LABELS, group
+from headway.observe.palette import group
 
-Event = dict[str, Any]
+Bar = tuple[str, int, int, int]
 
 _CNAMES = {
     "start": "rail_response",
@@ -23,7 +27,7 @@ _CNAMES = {
     "shutdown": "grey",
     "unattributed": "generic_work",
 }
-"""chrome://tracing knows colours only by these names of its own; Perfetto chooses by a slice's name."""
+"""chrome://tracing knows colours only by names of its own; Perfetto goes by the slice's name."""
 
 
 class Stretch(NamedTuple):
@@ -46,21 +50,156 @@ class Moment(NamedTuple):
 
 def trace(ledger: Ledger) -> dict[str, Any]:
     """The whole job in the Trace Event Format, ready for `json.dump`."""
-    ranks = ledger.ranks
-    job_pid = ranks[-1] + 1
-    events = _track(job_pid, 0, f"job {ledger.job}")
-    events += _thread(job_pid, job_pid, 0, "attempts")
-    events += [_slice(ledger, job_pid, job_pid, *_attempt_slice(attempt)) for attempt in ledger.attempts]
-    tid = job_pid + 1
-    events += _thread(job_pid, tid, 1, "events")
-    for t_ns, what, text in moments(ledger):
-        cname = {"cname": "terrible"} if what == "failed" else {}
-        events.append(_instant(ledger, job_pid, tid, t_ns, text, {"what": what}) | cname)
-    for rank in ranks:
-        events += _rank_events(ledger, rank, tid + 1)
-        tid = max(event["tid"] for event in events[-1:]) if False else _last_tid(events, tid)
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ns",
-        "otherData": {"job": ledger.job, "state": ledger.state, "begin_unix_ns": str(ledger.begin_ns)},
-    }
+    drawn = _Drawing(ledger)
+    drawn.job()
+    for rank in ledger.ranks:
+        drawn.rank(rank)
+    about = {"job": ledger.job, "state": ledger.state, "begin_unix_ns": str(ledger.begin_ns)}
+    return {"traceEvents": drawn.events, "displayTimeUnit": "ns", "otherData": about}
+
+
+def rank_stretches(ledger: Ledger, rank: int) -> list[Stretch]:
+    """All of a rank's time in order, over all attempts: what `Ledger.rank_sums` adds up, as it happened."""
+    stretches: list[Stretch] = []
+    for attempt in ledger.attempts:
+        number, begin, end = attempt.attempt.number, attempt.attempt.begin_ns, attempt.attempt.end_ns
+        if rank in attempt.views:
+            stretches += [Stretch(number, *piece) for piece in attempt.views[rank].pieces()]
+        elif rank < attempt.attempt.world_size and begin < end:
+            stretches.append(Stretch(number, begin, end, (Bucket.UNATTRIBUTED, "")))
+    return stretches
+
+
+def rank_nodes(ledger: Ledger, rank: int) -> str:
+    """Where a rank ran: the nodes of its attempts in order, each once; empty if it left no journal."""
+    views = [attempt.views[rank] for attempt in ledger.attempts if rank in attempt.views]
+    return ", ".join(dict.fromkeys(view.member.process.node for view in views))
+
+
+def attempt_title(attempt: AttemptLedger) -> str:
+    """An attempt's number and how it ended."""
+    rank = attempt.attempt.failed_rank
+    on = f" on rank {rank}" if attempt.attempt.failed and rank is not None else ""
+    return f"attempt {attempt.attempt.number} ({attempt.outcome}{on})"
+
+
+def moments(ledger: Ledger) -> list[Moment]:
+    """Failures and checkpoints in order; a checkpoint once, when the last rank told of it."""
+    found: list[Moment] = []
+    causes = {failure["attempt"]: failure["category"] for failure in ledger.failures}
+    for attempt in ledger.attempts:
+        checkpoints: dict[tuple[str, int], int] = {}
+        for view in attempt.views.values():
+            for mark in view.member.timeline.marks:
+                if isinstance(mark, Saved | Restored):
+                    key = ("saved" if isinstance(mark, Saved) else "restored", mark.step)
+                    checkpoints[key] = max(checkpoints.get(key, 0), mark.t_ns + view.member.offset_ns)
+        found += [Moment(t_ns, what, f"checkpoint {what}: step {step}") for (what, step), t_ns in checkpoints.items()]
+        if attempt.attempt.failed:
+            cause = causes.get(attempt.attempt.number)
+            text = f"rank {attempt.attempt.failed_rank} failed" + (f": {cause}" if cause else "")
+            found.append(Moment(attempt.attempt.end_ns, "failed", text))
+    return sorted(found)
+
+
+class _Drawing:
+    """Collects events. Thread numbers are unique in the whole trace, and none is a process number by accident."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._ledger = ledger
+        self._job_pid = self._next_tid = ledger.ranks[-1] + 1
+
+    def job(self) -> None:
+        pid = self._job_pid
+        self._name_process(pid, 0, f"job {self._ledger.job}")
+        tid = self._thread(pid, "attempts")
+        for attempt in self._ledger.attempts:
+            begin, end = attempt.attempt.begin_ns, attempt.attempt.end_ns
+            args = {"outcome": attempt.outcome, "world_size": attempt.attempt.world_size}
+            ranks = {"critical_rank": attempt.critical_rank, "slowest_rank": attempt.slowest_rank}
+            self._slice(pid, tid, attempt_title(attempt), begin, end, args | ranks, "grey")
+        tid = self._thread(pid, "events")
+        for moment in moments(self._ledger):
+            self._instant(pid, tid, "t", moment.text, moment.t_ns, {"what": moment.what})
+
+    def rank(self, rank: int) -> None:
+        node = rank_nodes(self._ledger, rank)
+        self._name_process(rank, rank + 1, f"rank {rank} ({node or 'no journal'})")
+        tid = self._thread(rank, "time by bucket")
+        for stretch in rank_stretches(self._ledger, rank):
+            key, stage = stretch.key
+            name = f"{key} ({stage})" if stage else str(key)
+            args = {"bucket": str(key), "stage": str(stage), "attempt": stretch.attempt}
+            self._slice(rank, tid, name, stretch.begin_ns, stretch.end_ns, args, _CNAMES[group(key)])
+        for name, bars in _span_tracks(self._ledger, rank):
+            span_tid = self._thread(rank, name)
+            for what, _, begin, end in bars:
+                self._slice(rank, span_tid, what, begin, end, {})
+        for attempt in self._ledger.attempts:
+            member = attempt.views[rank].member if rank in attempt.views else None
+            for mark in member.timeline.marks if member else ():
+                if isinstance(mark, Mark) and member:
+                    args = {str(key): str(value) for key, value in mark.attrs.items()}
+                    self._instant(rank, tid, "p", mark.name, mark.t_ns + member.offset_ns, args)
+
+    def _name_process(self, pid: int, place: int, name: str) -> None:
+        self._about(pid, self._next_tid, "process_name", {"name": name})
+        self._about(pid, self._next_tid, "process_sort_index", {"sort_index": place})
+
+    def _thread(self, pid: int, name: str) -> int:
+        tid = self._next_tid
+        self._next_tid += 1
+        self._about(pid, tid, "thread_name", {"name": name})
+        self._about(pid, tid, "thread_sort_index", {"sort_index": tid})
+        return tid
+
+    def _about(self, pid: int, tid: int, name: str, args: dict[str, Any]) -> None:
+        self.events.append({"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args})
+
+    def _slice(
+        self, pid: int, tid: int, name: str, begin_ns: int, end_ns: int, args: dict[str, Any], cname: str = ""
+    ) -> None:
+        begin, end = self._since_begin(begin_ns), self._since_begin(end_ns)
+        event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin / 1000, "dur": (end - begin) / 1000}
+        self.events.append(event | {"args": args} | ({"cname": cname} if cname else {}))
+
+    def _instant(self, pid: int, tid: int, scope: str, name: str, t_ns: int, args: dict[str, Any]) -> None:
+        ts = self._since_begin(t_ns) / 1000
+        self.events.append({"ph": "i", "s": scope, "name": name, "pid": pid, "tid": tid, "ts": ts, "args": args})
+
+    def _since_begin(self, t_ns: int) -> int:
+        return max(t_ns - self._ledger.begin_ns, 0)
+
+
+def _span_tracks(ledger: Ledger, rank: int) -> Iterable[tuple[str, list[Bar]]]:
+    """A rank's spans by recording thread. Each attempt's n-th thread shares a track with the n-th of the others."""
+    threads: list[list[Bar]] = []
+    for attempt in ledger.attempts:
+        bars = sorted(attempt.views[rank].bars(), key=lambda bar: bar[2]) if rank in attempt.views else []
+        places = {thread: place for place, thread in enumerate(dict.fromkeys(bar[1] for bar in bars))}
+        threads += [[] for _ in range(len(places) - len(threads))]
+        for bar in bars:
+            threads[places[bar[1]]].append(bar)
+    for place, bars in enumerate(threads):
+        name = "spans" if place == 0 else f"spans, thread {place + 1}"
+        for lane, nested in enumerate(_nested(bars)):
+            yield name if lane == 0 else f"{name}, overlapping", nested
+
+
+def _nested(bars: list[Bar]) -> list[list[Bar]]:
+    """The bars on as few tracks as it takes for those of one track to nest: viewers drop slices that cross."""
+    tracks: list[list[Bar]] = []
+    open_ends: list[list[int]] = []
+    for bar in sorted(bars, key=lambda bar: (bar[2], -bar[3])):
+        _, _, begin, end = bar
+        for ends in open_ends:
+            while ends and ends[-1] <= begin:
+                ends.pop()
+        place = next((at for at, ends in enumerate(open_ends) if not ends or end <= ends[-1]), len(tracks))
+        if place == len(tracks):
+            tracks.append([])
+            open_ends.append([])
+        open_ends[place].append(end)
+        tracks[place].append(bar)
+    return tracks

@@ -23,7 +23,14 @@ _STATE = {"running": "green", "ended": "cyan", "failed": "red"}
 
 def render(report: dict[str, Any]) -> RenderableType:
     """A report (`summary.summary`) as something rich can print."""
-    parts: list[RenderableType] = [_title(report), _bar(report), _headline(report), _level_1(report), Text(), _groups(report)]
+    parts: list[RenderableType] = [
+        _title(report),
+        _bar(report),
+        _headline(report),
+        _level_1(report),
+        Text(),
+        _groups(report),
+    ]
     parts += [Text(), _attempts(report)]
     if report["advice"]:
         parts += [Text(), _advice(report)]
@@ -35,8 +42,9 @@ def render(report: dict[str, Any]) -> RenderableType:
 def render_comparison(a: dict[str, Any], b: dict[str, Any]) -> RenderableType:
     """Two reports side by side, the largest change first."""
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for name, side in (("", "left"), (plain(a["job"]), "right"), (plain(b["job"]), "right"), ("change", "right")):
-        table.add_column(Text(name), justify=side)  # type: ignore[arg-type]
+    table.add_column()
+    for name in (plain(a["job"]), plain(b["job"]), "change"):
+        table.add_column(Text(name), justify="right")
     points = b["ett_percent"] - a["ett_percent"]
     ett = [f"{report['ett_percent']:.1f}%" for report in (a, b)]
     table.add_row(Text("ETT", "bold"), *ett, Text(f"{points:+.1f} points", "green" if points >= 0 else "red"))
@@ -62,7 +70,12 @@ def render_comparison(a: dict[str, Any], b: dict[str, Any]) -> RenderableType:
 
 def _title(report: dict[str, Any]) -> Text:
     ranks, attempts, failures = (len(report[key]) for key in ("ranks", "attempts", "failures"))
-    facts = [_count(ranks, "rank"), _count(attempts, "attempt"), _count(failures, "failure"), duration(report["wall_s"])]
+    facts = [
+        _count(ranks, "rank"),
+        _count(attempts, "attempt"),
+        _count(failures, "failure"),
+        duration(report["wall_s"]),
+    ]
     state = report["state"]
     return Text.assemble((plain(report["job"]), "bold"), "  ", (state, _STATE[state]), "  ", (" · ".join(facts), "dim"))
 
@@ -99,8 +112,10 @@ def _bar(report: dict[str, Any]) -> Text:
 def _groups(report: dict[str, Any]) -> Table:
     """Levels 1 and 2, and of trainer initialisation level 3."""
     table = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify, no_wrap=justify == "right")  # type: ignore[arg-type]
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
     for group in _GROUPS:
         parts = {key: s for key, s in report["ledger"].items() if key.partition(".")[0] == group}
         total = sum(parts.values())
