@@ -4,6 +4,7 @@ Runs `torchrun examples/train_dlrm.py` with one real SIGKILL, shows the report l
 end. Everything but the job's journal goes to out/demo.
 """
 
+import io
 import os
 import shutil
 import subprocess
@@ -12,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.terminal_theme import MONOKAI
 
 from headway.cli.source import Source, open_job
 from headway.errors import UnknownJob
@@ -71,6 +73,13 @@ def follow(training: subprocess.Popen[bytes], job: str, console: Console) -> Non
             time.sleep(0.5)
 
 
+def draw(report: RenderableType, path: Path) -> None:
+    """The report as a picture: what README shows was made here."""
+    paper = Console(record=True, width=112, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    paper.print(report)
+    paper.save_svg(str(path), title="headway report", theme=MONOKAI)
+
+
 def main() -> int:
     console = Console()
     job = f"demo-{time.strftime('%H%M%S')}"
@@ -87,7 +96,9 @@ def main() -> int:
         console.print(f"Training failed with exit code {training.returncode}. The end of {OUT / 'log.txt'}:")
         console.print((OUT / "log.txt").read_text()[-2000:], markup=False)
         return 1
-    console.print(render(summary(open_job(job).ledger())))
+    report = render(summary(open_job(job).ledger()))
+    console.print(report)
+    draw(report, OUT / "report.svg")
     console.print("\nNext: [cyan].venv/bin/headway report --html out/demo/report.html[/cyan] for the page,")
     console.print("      [cyan].venv/bin/headway report --perfetto out/demo/trace.json[/cyan] for ui.perfetto.dev,")
     console.print("      and examples/train_dlrm.py for the lines that a training script needs.")

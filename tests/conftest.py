@@ -10,7 +10,10 @@ GET = {
     "chromium": "apt-get install chromium",
     "ip": "apt-get install iproute2, and run as root",
     "mount": "run as root, where mounting a tmpfs is allowed",
-    "scontrol": "apt-get install slurm-wlm slurmctld slurmd munge, and run as root",
+    "openssl": "apt-get install openssl",
+    **dict.fromkeys(
+        ("scontrol", "slurmctld", "slurmd", "munged"), "apt-get install slurm-client slurmctld slurmd munge"
+    ),
 }
 
 

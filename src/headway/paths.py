@@ -10,23 +10,9 @@ from headway.errors import InputError, PlatformError
 
 JOURNAL = ".hwj"
 NODE = ".hwn"
+PULSE = ".hwp"
 NETWORK = frozenset(
-    (
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "lustre",
-        "gpfs",
-        "ceph",
-        "beegfs",
-        "afs",
-        "glusterfs",
-        "pvfs2",
-        "orangefs",
-    )
-    + ("9p", "virtiofs", "fuse")
+    ["nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "beegfs", "afs", "glusterfs", "9p", "fuse"]
 )
 """File systems on which a mapped file may be on another machine."""
 
@@ -64,6 +50,10 @@ class JobPaths:
     def node(self, collector: str) -> Path:
         """What one collector brought together."""
         return self.nodes / (folder_name(collector) + NODE)
+
+    def pulse(self, collector: str) -> Path:
+        """Which of its processes one collector last saw alive, and how far they were."""
+        return self.nodes / (folder_name(collector) + PULSE)
 
     def exists(self) -> bool:
         """Whether anything was ever written for this job."""

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from headway.events.journal import Nowhere, Writer
 from headway.events.process import describe, job_name, process_name
 from headway.events.recorder import Recorder, Span
 from headway.events.vocabulary import STAGES, Activity, Process, ProcessEnd, Restored, Saved, clean_text
-from headway.paths import JobPaths, is_network, private_folder
+from headway.paths import JobPaths, folder_name, is_network, private_folder
 
 T = TypeVar("T")
 
@@ -122,6 +123,8 @@ def _join(environ: Mapping[str, str] = os.environ) -> Run:
     if settings.disable == "1" or _is_helper():
         return Run(Recorder(Nowhere(), clock), process)
     writer = _open_journal(settings, process)
+    if writer.path.stem != folder_name(process_name(process)):  # it replaced itself by `exec`: this program begins now
+        process = replace(process, started_ns=process.t_ns)
     run = Run(Recorder(writer, clock), process)
     run.recorder.record(process)
     atexit.register(run._leave)
@@ -164,14 +167,31 @@ def _open_in_spool(spool: Path, home: Path, process: Process) -> Writer:
     from headway.collect import ensure_collector
 
     writer = _create(private_folder(spool), process)
-    problem = ensure_collector(spool, home, process.job)
+    problem = ensure_collector(spool, home, process.job, "headway.accounting.rollup:roll_up")
     if problem:
         _say(f"no collector could be started ({problem}). Journals stay in {spool}.")
+    # Registered before the run's own leave, and so called after it.
+    atexit.register(_deliver_last, os.getpid(), writer.path, home, process)
     return writer
 
 
+def _deliver_last(pid: int, journal: Path, home: Path, process: Process) -> None:
+    """Where a container ends with this process, the kernel ends the collector too: what is left to bring, it brings."""
+    from headway.collect import deliver_once
+
+    # A launcher takes its time to leave. A shell or a small init as first process does not.
+    ends_all = pid == 1 or (os.getppid() == 1 and not process.launcher)
+    if ends_all and os.getpid() == pid and (problem := deliver_once(journal, home, process.job)):
+        _say(f"the last records did not reach {home} ({problem}). They are in {journal}.")
+
+
 def _create(home: Path, process: Process) -> Writer:
-    return Writer(JobPaths(home, process.job).make().journal(process_name(process)))
+    paths, name, number = JobPaths(home, process.job).make(), process_name(process), 1
+    while True:
+        try:
+            return Writer(paths.journal(name if number == 1 else f"{name}-{number}"))
+        except FileExistsError:  # this process wrote it, before it replaced itself by `exec`
+            number += 1
 
 
 def _ask_platform(run: Run, settings: Settings, environ: Mapping[str, str]) -> None:

@@ -438,6 +438,19 @@ def test_a_rank_that_dies_silently_fails_the_attempt(story: Story) -> None:
     assert took(ledger) == {"recover.teardown": 20, "recover.detection": 30, "training.effective": 100}
 
 
+def test_a_node_that_is_lost_is_the_cause_and_what_survivors_raise_is_not(story: Story) -> None:
+    survivor = story.rank(0, of=2, boot="a").steps(50, each=1.0).saved(50).wait(30)
+    survivor.crashed("RuntimeError: connection reset by peer")
+    lost = story.rank(1, of=2, boot="b").steps(50, each=1.0)
+    for rank, boot in ((0, "a"), (1, "c")):
+        again = story.rank(rank, of=2, start=100, boot=boot).restored(50)
+        again.steps(50, each=1.0, first=50).saved(100).finished()
+    ledger = story.ledger(lost=(lost,))
+    assert ledger.failures == [{"attempt": 0, "rank": 1, "category": None}]
+    assert took(ledger) == {"recover.teardown": 30, "recover.detection": 20, "training.effective": 100}
+    assert any("node b (rank 1) was not heard of again" in note for note in ledger.notes)
+
+
 def test_two_jobs_with_one_id_are_noticed_and_still_add_up(story: Story) -> None:
     story.rank(start=0).steps(100, each=1.0).saved(100).finished()
     story.rank(start=40).steps(100, each=1.0).saved(100).finished()

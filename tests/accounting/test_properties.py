@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headway.accounting.attempts import Instant
 from headway.accounting.ledger import JobAccounts, Ledger
+from headway.accounting.rollup import roll_up
 from headway.events.journal import HEADER, HEADER_BYTES, MAGIC, Cell, Follower, frame
 from headway.events.vocabulary import (
     FORMAT,
@@ -189,6 +190,23 @@ def test_adding_records_one_by_one_equals_reading_them_at_once(job: Job) -> None
     for at, (_, cell, _) in enumerate(job):
         accounts.add(f"p{at}", [], cell)
     assert told(accounts.ledger(NOW, alive)) == told(account(job))
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs)
+def test_a_rolled_up_process_gives_the_same_ledger_as_its_records(job: Job) -> None:
+    accounts = JobAccounts()
+    alive = {f"p{at}" for at, (_, _, lives) in enumerate(job) if lives}
+    for at, (records, cell, lives) in enumerate(job):
+        everything = [*SAID, *records]
+        if lives:
+            accounts.add(f"p{at}", everything, cell)
+        else:
+            accounts.add_finished(f"p{at}", roll_up(everything, cell), lambda r=everything, c=cell: (r, c))
+    ledger = accounts.ledger(NOW, alive)
+    assert told(ledger) == told(account(job))
+    if ledger is not None:
+        check(ledger)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,5 +1,7 @@
-"""The training script of the journeys: two gloo ranks, checkpoints, deaths on cue. Says what it did, and when, in a log of
-its own, so that the ledger can be held against it."""
+"""The training script of the journeys: two gloo ranks, checkpoints, deaths on cue.
+
+Says what it did, and when, in a log of its own, so that the ledger can be held against it.
+"""
 
 import json
 import os

@@ -7,6 +7,7 @@ same records give the same ledger everywhere.
     timeline   one process: records folded into pieces of time that do not overlap
     attempts   which processes ran together, on one time axis, and when each attempt began and failed
     rules      which bucket a piece goes to, what a stall is, which steps were new
+    rollup     a finished process's timeline in a kilobyte
     ledger     ranks, attempts and the job, from the pieces and the rules
     advice     fixes, ranked by the points each would give back
 
@@ -14,7 +15,7 @@ Typical use::
 
     accounts = JobAccounts()
     for process, batch in JobReader(paths).poll():
-        accounts.add(process, batch.records, batch.cell)
+        accounts.take(process, batch)
     ledger = accounts.ledger(now, alive)
     print(percent(ledger.buckets)[0])
 """

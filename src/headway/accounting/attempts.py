@@ -31,6 +31,8 @@ class Member:
     offset_ns: int
     """Adds to the process's own clock to give job time."""
     alive: bool = False
+    lost: bool = False
+    """It lived when its node was last heard of, and the node was not heard of again."""
 
     @property
     def begin_ns(self) -> int:
@@ -107,11 +109,13 @@ class Attempt:
         return any(member.timeline.gone for member in self.members.values())
 
 
-def gather_attempts(timelines: dict[str, Timeline], alive: Collection[str], now: Instant) -> list[Attempt]:
+def gather_attempts(
+    timelines: dict[str, Timeline], now: Instant, alive: Collection[str], lost: Collection[str]
+) -> list[Attempt]:
     """All attempts of a job in order, on one time axis, each with its begin and end."""
     offsets = _boot_offsets(timelines.values())
     members = [
-        Member(name, timeline, timeline.process, offsets[timeline.process.boot], name in alive)
+        Member(name, timeline, timeline.process, offsets[timeline.process.boot], name in alive, name in lost)
         for name, timeline in timelines.items()
         if timeline.process is not None and timeline.process.role == "rank"
     ]
@@ -240,14 +244,18 @@ def _set_ends(attempts: list[Attempt], now: Instant) -> None:
 
 
 def _set_failure(attempt: Attempt) -> None:
-    """When the attempt failed, and by which rank: as seen, else when the last silent one gave its last sign."""
+    """When the attempt failed, and by which rank: with its node, as seen, or else at the last sign of any silent one."""
     members = attempt.members
     dead = {rank: m for rank, m in members.items() if not m.alive and not m.is_clean}
-    seen = {rank: m.failed_at_ns for rank, m in dead.items() if m.failed_at_ns is not None}
+    lost = {rank: m.last_sign_ns for rank, m in dead.items() if m.lost}
+    seen = {rank: at for rank, m in dead.items() if (at := m.failed_at_ns) is not None}
     attempt.failed = bool(dead) and not attempt.alive
-    if seen:
+    if lost and min(lost.values()) <= min(seen.values(), default=1 << 62):  # what survivors raise after is a consequence
+        attempt.failed_rank = min(lost, key=lambda rank: (lost[rank], rank))
+        attempt.end_ns = max(lost.values())
+    elif seen:
         attempt.failed_rank = min(seen, key=lambda rank: (seen[rank], rank))
-        attempt.end_ns = seen[attempt.failed_rank] or 0
+        attempt.end_ns = seen[attempt.failed_rank]
     elif dead:
         attempt.failed_rank = min(dead, key=lambda rank: (dead[rank].last_sign_ns, rank))
         attempt.end_ns = max(m.last_sign_ns for m in dead.values())
@@ -277,33 +285,45 @@ def _now_ns(attempt: Attempt, now: Instant) -> int:
 # --- between attempts ----------------------------------------------------------------------------------------------
 
 
-def gap_before(attempt: Attempt, member: Member, previous: Attempt | None, launcher: list[Piece]) -> list[Piece]:
-    """What the time from the attempt's begin to the start of this process was spent on.
+class Gap:
+    """What lies between an attempt's begin and the starts of its processes: looked up once for all its ranks.
 
     `launcher` holds what a supervisor recorded; it wins over what can be inferred from the processes' own starts.
     """
-    process, start = member.process, member.begin_ns
-    launched = process.launcher_started_ns
-    launched_ns = start if launched is None else min(launched + member.offset_ns, start)
-    milestones: list[tuple[int, str]] = []
-    if previous is None:
-        milestones.append((attempt.begin_ns, Activity.LAUNCHER_INIT))
-    else:
-        # Teardown lasts as long as signs of the failed processes do. After that a launcher that stayed is making the
-        # next rendezvous; but if nobody saw the processes end, when that began is unknown: it all counts as detection.
-        in_place = any(m.process.launcher == process.launcher != "" for m in previous.members.values())
-        in_place = in_place and previous.is_witnessed
-        milestones.append((attempt.begin_ns, Activity.TEARDOWN))
-        milestones.append((previous.left_ns, Activity.RENDEZVOUS if in_place else Activity.DETECTION))
-    scheduled = attempt.scheduled
-    if scheduled and (previous is None or scheduled.eligible_wall_ns >= attempt.begin_ns):
-        if previous is not None:
-            milestones.append((milestones[-1][0], Activity.BACKOFF))
-        milestones.append((scheduled.eligible_wall_ns, Activity.SCHEDULING))
-        milestones.append((scheduled.allocated_wall_ns, Activity.HARDWARE_SETUP))
-    if launched_ns >= milestones[-1][0]:
-        milestones.append((launched_ns, Activity.LAUNCHER_INIT))
-    return _overlay(launcher, _pieces(milestones, attempt.begin_ns, start))
+
+    def __init__(self, attempt: Attempt, previous: Attempt | None, launcher: list[Piece]) -> None:
+        self._attempt, self._is_first = attempt, previous is None
+        self._launcher = launcher
+        self._scheduled = attempt.scheduled
+        self._left_ns = previous.left_ns if previous else 0
+        witnessed = previous.members.values() if previous and previous.is_witnessed else ()
+        self._launchers = {m.process.launcher for m in witnessed} - {""}
+
+    def before(self, member: Member) -> list[Piece]:
+        """What the time from the attempt's begin to the start of this process was spent on."""
+        attempt, process, start = self._attempt, member.process, member.begin_ns
+        launched = process.launcher_started_ns
+        launched_ns = start if launched is None else min(launched + member.offset_ns, start)
+        milestones: list[tuple[int, str]] = []
+        if self._is_first:
+            milestones.append((attempt.begin_ns, Activity.LAUNCHER_INIT))
+        else:
+            # Teardown lasts as long as signs of the failed processes do. After that a launcher that stayed makes the
+            # next rendezvous; but if nobody saw the processes end, when that began is unknown: it counts as detection.
+            in_place = process.launcher in self._launchers
+            milestones.append((attempt.begin_ns, Activity.TEARDOWN))
+            milestones.append((self._left_ns, Activity.RENDEZVOUS if in_place else Activity.DETECTION))
+        scheduled = self._scheduled
+        # By the time of allocation: platforms cut to whole seconds, so a job may seem eligible before it failed.
+        if scheduled and (self._is_first or scheduled.allocated_wall_ns >= attempt.begin_ns):
+            if not self._is_first:
+                milestones.append((milestones[-1][0], Activity.BACKOFF))
+            milestones.append((scheduled.eligible_wall_ns, Activity.SCHEDULING))
+            milestones.append((scheduled.allocated_wall_ns, Activity.HARDWARE_SETUP))
+        if launched_ns >= milestones[-1][0]:
+            milestones.append((launched_ns, Activity.LAUNCHER_INIT))
+        pieces = _pieces(milestones, attempt.begin_ns, start)
+        return _overlay(self._launcher, pieces) if self._launcher else pieces
 
 
 def _pieces(milestones: list[tuple[int, str]], begin: int, end: int) -> list[Piece]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from headway.accounting.attempts import Attempt, Instant, Member, gap_before, gather_attempts
+from headway.accounting.attempts import Attempt, Gap, Instant, Member, gather_attempts
+from headway.accounting.rollup import Load, restore
 from headway.accounting.rules import OTHER, Bucket, Key, Lineage, Loop, Part, StallRule, bucket, label_steps
 from headway.accounting.timeline import Piece, Timeline, cut
-from headway.events.journal import Cell
+from headway.events.journal import Batch, Cell
 from headway.events.vocabulary import STAGES, Record
 
 Sums = dict[Key, int]
@@ -22,7 +23,6 @@ Labels = list[tuple[float, float, Bucket]]
 
 _bucket = cache(bucket)
 _STEP_KEYS: dict[Bucket, Key] = {b: (b, "") for b in Bucket}
-_STEPS = (Bucket.TRAINING_EFFECTIVE, Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_UNSAVED_STEPS)
 _UNATTRIBUTED: Key = (Bucket.UNATTRIBUTED, "")
 
 
@@ -43,14 +43,32 @@ class JobAccounts:
         self._timelines[process].add(records, cell)
         self._problems.update(dict.fromkeys(problems))
 
+    def take(self, process: str, batch: Batch) -> None:
+        """Takes in what a reader brings: records, or for a finished process their roll-up."""
+        if batch.rolled_up and batch.load is not None:
+            self.add_finished(process, batch.rolled_up, batch.load)
+        else:
+            self.add(process, batch.records, batch.cell, batch.problems)
+
+    def add_finished(self, process: str, rolled_up: bytes, load: Load) -> None:
+        """Takes in a finished process by its roll-up; `load` gives its records, for when they are needed."""
+        timeline = restore(rolled_up, load, self._stall)
+        if timeline is None:
+            timeline = Timeline(self._stall)
+            timeline.add(*load())
+        self._timelines[process] = timeline
+
     @property
     def problems(self) -> list[str]:
         """What could not be read."""
         return list(self._problems)
 
-    def ledger(self, now: Instant, alive: Collection[str] = ()) -> "Ledger | None":
-        """The ledger as of `now`, given which processes live; None while no rank has begun."""
-        attempts = gather_attempts(self._timelines, alive, now)
+    def ledger(self, now: Instant, alive: Collection[str] = (), lost: Collection[str] = ()) -> "Ledger | None":
+        """The ledger as of `now`; None while no rank has begun.
+
+        `alive` names the processes that live, `lost` those that lived when their node was heard of for the last time.
+        """
+        attempts = gather_attempts(self._timelines, now, alive, lost)
         if not attempts:
             return None
         last = attempts[-1]
@@ -77,6 +95,9 @@ class JobAccounts:
             missing = sorted(set(range(attempt.world_size)) - set(attempt.members))
             if missing:
                 notes.append(f"attempt {attempt.number}: no journal of rank {_ranks(missing)} of {attempt.world_size}")
+            for node in sorted({m.process.node for m in attempt.members.values() if m.lost and not m.is_clean}):
+                gone = sorted(rank for rank, m in attempt.members.items() if m.process.node == node)
+                notes.append(f"attempt {attempt.number}: node {node} (rank {_ranks(gone)}) was not heard of again")
             if following and any(_outlived(m, following) for m in attempt.members.values()):
                 notes.append(
                     f"attempt {attempt.number} still ran when attempt {following.number} began: two jobs seem to share "
@@ -109,7 +130,7 @@ class RankView:
     """One rank's time in one attempt, from the attempt's begin to its end."""
 
     __slots__ = ("_gap", "_labels", "_look", "_parts", "attempt", "end_ns", "first_step_end_ns", "is_last",
-                 "last_step_end_ns", "member", "sums_all")  # fmt: skip
+                 "last_step_end_ns", "member", "_sums_all")  # fmt: skip
 
     def __init__(self, attempt: Attempt, member: Member, is_last: bool, gap: list[Piece], labels: list[Labels]) -> None:
         self.attempt, self.member, self.is_last = attempt, member, is_last
@@ -130,7 +151,14 @@ class RankView:
         if timeline.last_step_ns is not None:
             last_steps.append(timeline.last_step_ns + offset)
         self.last_step_end_ns = max(last_steps, default=None)
-        self.sums_all = self.sums(attempt.begin_ns, attempt.end_ns)
+        self._sums_all: Sums | None = None
+
+    @property
+    def sums_all(self) -> Sums:
+        """Time by bucket in the whole attempt; worked out when first asked for, since few ranks ever are."""
+        if self._sums_all is None:
+            self._sums_all = self.sums(self.attempt.begin_ns, self.attempt.end_ns)
+        return self._sums_all
 
     def sums(self, begin_ns: int, end_ns: int) -> Sums:
         """Time by bucket in a stretch of the attempt; adds up to the stretch."""
@@ -179,15 +207,14 @@ class RankView:
         """Every span as recorded: name, thread, begin and end in job time."""
         timeline, offset = self.member.timeline, self.member.offset_ns
         return [(b.name, b.thread, b.begin_ns + offset, (b.end_ns or self.end_ns - offset) + offset)
-                for b in (*timeline.bars, *timeline._open_bars.values())]  # fmt: skip
+                for b in timeline.bars()]  # fmt: skip
 
     @property
     def waited_for_ns(self) -> int:
         """How long after the attempt's begin this rank kept the others from training their first step."""
         if self.first_step_end_ns is None:
             return -1
-        stepping = sum(p.end_ns - p.begin_ns for p in self.member.timeline.init if p.what is Loop.STEP)
-        return self.first_step_end_ns - stepping - self.attempt.begin_ns
+        return self.first_step_end_ns - self.member.timeline.first_step_ns - self.attempt.begin_ns
 
     @property
     def lost_in_loop_ns(self) -> int:
@@ -195,12 +222,24 @@ class RankView:
         if self.first_step_end_ns is None or self.last_step_end_ns is None:
             return -1
         begin, end = self.first_step_end_ns, min(self.last_step_end_ns, self.attempt.end_ns)
-        return max(end - begin, 0) - sum(self.sums(begin, end).get((key, ""), 0) for key in _STEPS)
+        return max(end - begin, 0) - self._stepping_ns(begin, end)
 
     @property
     def step_ns(self) -> int:
         """Time spent in steps, new or not."""
-        return sum(self.sums_all.get((key, ""), 0) for key in _STEPS)
+        return self._stepping_ns(self.attempt.begin_ns, self.attempt.end_ns)
+
+    def _stepping_ns(self, begin_ns: int, end_ns: int) -> int:
+        """Time in steps inside a stretch: what `sums` gives, without telling new ones from others."""
+        offset = self.member.offset_ns
+        begin, end = begin_ns - offset, min(end_ns, self.end_ns) - offset
+        within = self._look.loop.within(begin, end)
+        took = sum([ns for what, ns in within.items() if not isinstance(what, str)])
+        for pieces, _ in self._parts:
+            for low, high, what, *_ in pieces:
+                if high > begin and low < end and (what is Loop.STEP or what is Loop.CUT_STEP):
+                    took += min(high, end) - max(low, begin)
+        return took
 
     def _key(self, what: str, part: Part) -> Key:
         return _bucket(what, part, self.attempt.number == 0, self.is_last)
@@ -306,11 +345,10 @@ class _Assembly:
     def _attempt_ledger(self, attempt: Attempt, previous: Attempt | None, labels: list[Labels]) -> AttemptLedger:
         is_last = attempt is self._attempts[-1]
         around = [p for p in self._launcher if p.end_ns > attempt.begin_ns and p.begin_ns < attempt.end_ns]
-        views = {}
+        gap, views = Gap(attempt, previous, around), {}
         for rank in sorted(attempt.members):
             member = attempt.members[rank]
-            gap = gap_before(attempt, member, previous, around)
-            views[rank] = RankView(attempt, member, is_last, gap, labels)
+            views[rank] = RankView(attempt, member, is_last, gap.before(member), labels)
         return _stitch(AttemptLedger(attempt, views, {}))
 
 

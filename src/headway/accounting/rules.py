@@ -181,22 +181,35 @@ class StallRule:
 class Pace:
     """How long steps have taken of late: the last 64 runs, each weighing as many as its steps."""
 
-    __slots__ = ("_runs",)
+    __slots__ = ("_least", "_runs")
 
-    def __init__(self) -> None:
-        self._runs: list[tuple[int, int]] = []
+    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
+        self._runs = [(step_ns, count) for step_ns, count in runs]
+        self._least = min((step_ns for step_ns, _ in self._runs), default=1 << 62)
+        """No run was ever faster: most steps are told from a stall by it, without a median."""
 
     def copy(self) -> "Pace":
         """A pace that goes its own way from here."""
         twin = Pace()
         twin._runs = list(self._runs)
+        twin._least = self._least
         return twin
 
     def add(self, step_ns: int, count: int) -> None:
         """Takes in a run of `count` steps of `step_ns` each."""
         self._runs.append((step_ns, count))
+        if step_ns < self._least:
+            self._least = step_ns
         if len(self._runs) > 64:
             del self._runs[0]
+
+    def condensed(self) -> list[tuple[int, int]]:
+        """Runs with the same typical and slow steps, and as many of them: all that is ever asked of a pace."""
+        steps = sum(count for _, count in self._runs)
+        if len(self._runs) < 3 or steps < 20:
+            return list(self._runs)
+        slow = max(steps // 10, 1)
+        return [(self._least, 0), (self._quantile(0.5) or 0, steps - slow), (self._quantile(0.95) or 0, slow)]
 
     def typical_ns(self) -> int | None:
         """The median; None before the first step."""
@@ -204,6 +217,8 @@ class Pace:
 
     def stalled_ns(self, took_ns: int, rule: StallRule) -> int:
         """How much of a step was a stall; nothing before there are steps to compare it with."""
+        if took_ns <= rule.times * self._least:
+            return 0
         typical = self._quantile(0.5)
         if typical is None or took_ns <= rule.times * typical:
             return 0

@@ -7,13 +7,16 @@ the time after the last step) is laid over the settled part whenever the timelin
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from headway.accounting.rules import NOTHING, PRECEDENCE, Loop, Pace, StallRule, winner
 from headway.events.journal import Cell
 from headway.events.vocabulary import (
+    KNOWN_NAMES,
     Activity,
     Dropped,
     LoopBegin,
@@ -31,7 +34,11 @@ from headway.events.vocabulary import (
     StepRun,
 )
 
+STEP_PLACE = PRECEDENCE[Loop.STEP]
+Timed = Process | ProcessEnd | Scheduled | LoopBegin | Saved | Restored | Mark | Dropped
+
 _ACTIVITIES = {activity.value: activity for activity in Activity}
+_KNOWN = {number: Activity(name) for name, number in KNOWN_NAMES.items()}
 
 
 class Piece(NamedTuple):
@@ -45,6 +52,10 @@ class Piece(NamedTuple):
     first: float = 0
     next: float = 0
     """… and which steps: from `first` up to `next`, in fractions where a step is cut."""
+
+
+_begin = itemgetter(0)
+_piece = partial(tuple.__new__, Piece)
 
 
 @dataclass(slots=True)
@@ -77,19 +88,25 @@ class RankStint:
 class Pieces:
     """Settled pieces in order, with their sums, so that any stretch of them is summed from its shorter side."""
 
-    __slots__ = ("begins", "items", "sums")
+    __slots__ = ("items", "sums")
 
     def __init__(self) -> None:
-        self.begins: list[int] = []
         self.items: list[Piece] = []
         self.sums: dict[str | int, int] = {}
         """Time by activity; for steps, by their stint."""
 
-    def add(self, piece: Piece) -> None:
-        """Appends a piece behind all others."""
-        self.begins.append(piece.begin_ns)
-        self.items.append(piece)
-        _count(self.sums, piece, piece.end_ns - piece.begin_ns)
+    def extend(self, pieces: list[Piece]) -> int:
+        """Appends pieces behind all others; returns how much of them is time in steps."""
+        sums, net = self.sums, 0
+        for piece in pieces:
+            begin, end, what, stint, _, _ = piece
+            key: str | int = what
+            if what is Loop.STEP:
+                net += end - begin
+                key = stint
+            sums[key] = sums.get(key, 0) + end - begin
+        self.items += pieces
+        return net
 
     def within(self, begin_ns: int, end_ns: int) -> dict[str | int, int]:
         """Sums over a stretch."""
@@ -119,14 +136,13 @@ class Pieces:
         return bounds
 
     def _overlapping(self, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        low = bisect_right(self.begins, begin_ns) - 1
+        low = bisect_right(self.items, begin_ns, key=_begin) - 1
         if low < 0 or self.items[low].end_ns <= begin_ns:
             low += 1
-        return low, max(bisect_left(self.begins, end_ns), low)
+        return low, max(bisect_left(self.items, end_ns, key=_begin), low)
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A span as it was recorded, for waterfalls; `end_ns` is None while it is open."""
 
     name: str
@@ -139,9 +155,9 @@ class Timeline:
     """Folds one process's records. Times stay on the process's own monotonic clock."""
 
     __slots__ = (
-        "_at", "_floor", "_names", "_open", "_open_bars", "_pace", "_pending", "_restored", "_rule", "_winner", "bars",
-        "cell", "dropped", "ended", "first_step", "gone", "group_ready_ns", "init", "last_ns", "last_step_ns", "loop",
-        "marks", "process", "scheduled", "stints",
+        "_at", "_floor", "_names", "_open", "_open_spans", "_pace", "_pending", "_restored", "_rule", "_spans",
+        "_winner", "cell", "dropped", "ended", "first_step", "first_step_ns", "gone", "group_ready_ns", "init", "last_ns",
+        "last_step_ns", "loop", "marks", "process", "scheduled", "stints", "unroll",
     )  # fmt: skip
 
     def __init__(self, rule: StallRule | None = None) -> None:
@@ -155,88 +171,101 @@ class Timeline:
         self.last_ns = 0
         """The process's last sign of life in its own journal."""
         self.first_step: tuple[int, int] | None = None
+        self.first_step_ns = 0
+        """Net time of the first step, as recorded."""
         self.last_step_ns: int | None = None
         self.init: list[Piece] = []
         """From its start to the end of its first step."""
         self.loop = Pieces()
         """From there to the end of its last settled run of steps."""
         self.stints: list[RankStint] = []
-        self.bars: list[Bar] = []
         self.marks: list[Mark | Saved | Restored] = []
         self._rule = rule or StallRule()
         self._pace = Pace()
         self._names: dict[int, str] = {}
         self._open: dict[int, Activity] = {}
-        self._open_bars: dict[int, Bar] = {}
+        self._spans: list[tuple[SpanBegin, int]] = []
+        self._open_spans: dict[int, SpanBegin] = {}
         self._winner: str = NOTHING
         self._pending: list[Piece] = []
         self._floor = self._at = 0
         self._restored: int | None = None
+        self.unroll: Callable[[], Timeline] | None = None
+        """For a timeline restored from a roll-up: folds its records after all."""
 
     # --- folding ---
 
     def add(self, records: Iterable[Record], cell: Cell | None = None) -> None:
         """Takes in records in the order they were written, and the newest step cell."""
         for record in records:
-            match record:
-                case SpanBegin():
-                    self._span_begins(record)
-                case SpanEnd():
-                    self._span_ends(record)
-                case StepRun():
-                    self._steps(record)
-                case Name():
-                    self._names[record.number] = record.text
-                case Process():
-                    self._process_begins(record)
-                case LoopBegin():
-                    self._loop_begins(record)
-                case Saved() | Restored():
-                    self._checkpoint(record)
-                case ProcessEnd():
-                    self.ended = record
-                case ProcessGone():
-                    self.gone = self.gone or record
-                    continue
-                case Scheduled():
-                    self.scheduled = record
-                case Mark():
-                    self.marks.append(record)
-                case Dropped():
-                    self.dropped += record.count
-            if not isinstance(record, Name | StepRun):
-                self.last_ns = max(self.last_ns, record.t_ns)
+            _FOLDS[type(record)](self, record)
         if cell is not None:
             self.cell = cell
             self.last_ns = max(self.last_ns, cell.end_ns, cell.since_ns)
 
     def _process_begins(self, record: Process) -> None:
+        self._lives(record)
         if self.process is None:
             self.process = record
             self._floor = self._at = min(record.started_ns, record.t_ns)
             self._advance(record.t_ns, Activity.IMPORTS)
 
+    def _lives(self, record: Timed) -> None:
+        if record.t_ns > self.last_ns:
+            self.last_ns = record.t_ns
+
+    def _names_span(self, record: Name) -> None:
+        self._names[record.number] = record.text
+
+    def _process_ends(self, record: ProcessEnd) -> None:
+        self._lives(record)
+        self.ended = record
+
+    def _process_gone(self, record: ProcessGone) -> None:
+        self.gone = self.gone or record
+
+    def _scheduled(self, record: Scheduled) -> None:
+        self._lives(record)
+        self.scheduled = record
+
+    def _marks(self, record: Mark) -> None:
+        self._lives(record)
+        self.marks.append(record)
+
+    def _drops(self, record: Dropped) -> None:
+        self._lives(record)
+        self.dropped += record.count
+
     def _span_begins(self, record: SpanBegin) -> None:
-        name = self._names.get(record.name, "?")
-        self._open_bars[record.span] = Bar(name, record.thread, record.t_ns, None)
-        activity = _ACTIVITIES.get(name)
+        number, span, t_ns = record.name, record.span, record.t_ns
+        self._open_spans[span] = record
+        if t_ns > self.last_ns:
+            self.last_ns = t_ns
+        activity = _KNOWN.get(number) or _ACTIVITIES.get(self._names.get(number, ""))
         if activity is not None:
-            self._advance(record.t_ns, self._winner)
-            self._open[record.span] = activity
-            self._winner = winner(self._open.values())
+            if t_ns > self._at:
+                self._advance(t_ns, self._winner)
+            self._open[span] = activity
+            if PRECEDENCE[activity] <= PRECEDENCE[self._winner]:
+                self._winner = activity
 
     def _span_ends(self, record: SpanEnd) -> None:
-        bar = self._open_bars.pop(record.span, None)
-        if bar is not None:
-            self.bars.append(Bar(bar.name, bar.thread, bar.begin_ns, max(record.t_ns, bar.begin_ns)))
-        activity = self._open.pop(record.span, None)
+        span, t_ns = record.span, record.t_ns
+        begun = self._open_spans.pop(span, None)
+        if begun is not None:
+            self._spans.append((begun, t_ns))
+        if t_ns > self.last_ns:
+            self.last_ns = t_ns
+        activity = self._open.pop(span, None)
         if activity is not None:
-            self._advance(record.t_ns, self._winner)
-            self._winner = winner(self._open.values())
+            if t_ns > self._at:
+                self._advance(t_ns, self._winner)
+            self._winner = winner(self._open.values()) if self._open else NOTHING
             if activity is Activity.PROCESS_GROUP_INIT and self.group_ready_ns is None:
-                self.group_ready_ns = record.t_ns
+                self.group_ready_ns = t_ns
 
     def _loop_begins(self, record: LoopBegin) -> None:
+        self._lives(record)
         stint = self.stints[-1] if self.stints else None
         goes_on = stint and stint.next == record.first and stint.batch_size == record.batch_size
         if not goes_on or self._restored is not None:
@@ -244,6 +273,7 @@ class Timeline:
             self._restored = None
 
     def _checkpoint(self, record: Saved | Restored) -> None:
+        self._lives(record)
         self.marks.append(record)
         if isinstance(record, Restored):
             self._restored = record.step
@@ -253,58 +283,92 @@ class Timeline:
     def _advance(self, to_ns: int, what: str) -> None:
         """The time up to `to_ns` went to `what`, unless a step run claims it later."""
         if to_ns > self._at:
-            self._pending.append(Piece(self._at, to_ns, what))
+            self._pending.append(_piece((self._at, to_ns, what, -1, 0, 0)))
             self._at = to_ns
 
     def _steps(self, run: StepRun) -> None:
-        begin = max(run.begin_ns, self._floor)
-        end = max(run.end_ns, begin)
-        self._advance(end, self._winner)
-        before, inside, self._pending = _split(self._pending, begin, end)
-        had_steps = self.first_step is not None
-        if not self.stints or self.stints[-1].next != run.first:
-            self.stints.append(RankStint(run.first, run.first))
-        stint = self.stints[-1]
-        stint.next = max(run.next, run.first)
-        pieces = [*before, *self._lay_run(run, inside, len(self.stints) - 1, self._pace)]
-        self._floor = end
-        self.last_ns = max(self.last_ns, end)
-        self.last_step_ns = end
-        if not had_steps:
+        first, next, begin, end = run.first, run.next, run.begin_ns, run.end_ns
+        if begin < self._floor:
+            begin = self._floor
+        if end < begin:
+            end = begin
+        if next < first:
+            next = first
+        stints = self.stints
+        if not stints or stints[-1].next != first:
+            stints.append(RankStint(first, first))
+        stint = stints[-1]
+        stint.next = next
+        if begin == self._at and not self._pending:  # as always, unless a span came since the run before
+            self._at = end
+            pieces = self._lay_run(run, [_piece((begin, end, self._winner, -1, 0, 0))], len(stints) - 1, self._pace)
+        else:
+            self._advance(end, self._winner)
+            pieces, inside, self._pending = _split(self._pending, begin, end)
+            pieces += self._lay_run(run, inside, len(stints) - 1, self._pace)
+        self._floor = self.last_step_ns = end
+        if end > self.last_ns:
+            self.last_ns = end
+        if self.first_step is None:
             self.first_step = (begin, end)
             self.init.extend(pieces)
+            self.first_step_ns = sum([p.end_ns - p.begin_ns for p in pieces if p.what is Loop.STEP])
             return
-        net = 0
-        for piece in pieces:
-            self.loop.add(piece)
-            if piece.what is Loop.STEP:
-                net += piece.end_ns - piece.begin_ns
-        if not stint.steps:
-            stint.steps.append(run.first)
-            stint.step_ns.append(0)
-        if stint.next > stint.steps[-1]:
-            stint.steps.append(stint.next)
-            stint.step_ns.append(stint.step_ns[-1] + net)
+        net = self.loop.extend(pieces)
+        steps, step_ns = stint.steps, stint.step_ns
+        if not steps:
+            steps.append(first)
+            step_ns.append(0)
+        if next > steps[-1]:
+            steps.append(next)
+            step_ns.append(step_ns[-1] + net)
         elif net:  # a run of no steps: its time goes to the step before it
-            stint.step_ns[-1] += net
+            step_ns[-1] += net
 
     def _lay_run(self, run: StepRun | Cell, inside: list[Piece], stint: int, pace: Pace) -> list[Piece]:
         """The run's time: what spans claim, then in what is left the waits for data, the steps, and what stalled."""
-        free = [piece for piece in inside if PRECEDENCE[piece.what] >= PRECEDENCE[Loop.STEP]]
-        free_ns = sum(piece.end_ns - piece.begin_ns for piece in free)
-        count = max(run.count, 1)
-        if count == 1:
-            waited = _split(free, run.begin_ns, run.begin_ns + max(run.data_ns, 0))[1]
-            data_ns = sum(piece.end_ns - piece.begin_ns for piece in waited)
+        count, data_ns = run.count, run.data_ns
+        whole = inside[0] if len(inside) == 1 and PRECEDENCE[inside[0].what] >= STEP_PLACE else None
+        free_ns = whole[1] - whole[0] if whole else _free_ns(inside)
+        if data_ns <= 0:
+            data_ns = 0
+        elif count > 1 or (whole and whole[0] == run.begin_ns):
+            data_ns = data_ns if data_ns < free_ns else free_ns
         else:
-            data_ns = min(max(run.data_ns, 0), free_ns)
+            data_ns = _free_ns(_split(inside, run.begin_ns, run.begin_ns + data_ns)[1])
         step_ns = free_ns - data_ns
-        stall_ns = pace.stalled_ns(step_ns, self._rule) if count == 1 else 0
+        stall_ns = 0
+        if count <= 1:
+            count = 1
+            stall_ns = pace.stalled_ns(step_ns, self._rule)
         pace.add(step_ns // count, count)
-        shares = [(Activity.DATA_WAIT, data_ns), (Loop.STEP, step_ns - stall_ns), (Loop.STALL, stall_ns)]
-        return _fill(inside, shares, stint, run.first, max(run.next, run.first))
+        first, next = run.first, run.next
+        if next < first:
+            next = first
+        if not whole:
+            shares = [(Activity.DATA_WAIT, data_ns), (Loop.STEP, step_ns - stall_ns), (Loop.STALL, stall_ns)]
+            return _fill(inside, shares, stint, first, next)
+        begin, end = whole[0], whole[1]
+        stepped, stalled = begin + data_ns, end - stall_ns
+        pieces = [_piece((begin, stepped, Activity.DATA_WAIT, -1, 0, 0))] if data_ns else []
+        if stalled > stepped:
+            pieces.append(_piece((stepped, stalled, Loop.STEP, stint, float(first), float(next))))
+        if stall_ns:
+            pieces.append(_piece((stalled, end, Loop.STALL, -1, 0, 0)))
+        return pieces
 
     # --- looking ---
+
+    def bars(self) -> list[Bar]:
+        """Every span as it was recorded: those that ended, then those under way."""
+        if self.unroll is not None:
+            return self.unroll().bars()
+        ended = [self._bar(begun, max(end_ns, begun.t_ns)) for begun, end_ns in self._spans]
+        return ended + [self._bar(begun, None) for begun in self._open_spans.values()]
+
+    def _bar(self, begun: SpanBegin, end_ns: int | None) -> Bar:
+        name = _KNOWN.get(begun.name) or self._names.get(begun.name, "?")
+        return Bar(str(name), begun.thread, begun.t_ns, end_ns)
 
     @property
     def typical_step_ns(self) -> int | None:
@@ -340,10 +404,9 @@ class Timeline:
 
     def _warm_init(self) -> list[Piece]:
         """The pieces up to the first step's end. A first step far longer than a typical one was warming up."""
-        if len(self.loop.items) == 0:
+        if not self.loop.sums or self.unroll is not None:
             return self.init
-        took = sum(piece.end_ns - piece.begin_ns for piece in self.init if piece.what is Loop.STEP)
-        warming = self._pace.stalled_ns(took, self._rule)
+        warming = self._pace.stalled_ns(self.first_step_ns, self._rule)
         if not warming:
             return self.init
         pieces = []
@@ -406,44 +469,70 @@ def _count(sums: dict[str | int, int], piece: Piece, ns: int) -> None:
 
 def _split(pieces: list[Piece], begin: int, end: int) -> tuple[list[Piece], list[Piece], list[Piece]]:
     """The pieces before, inside and after a stretch, cut where they cross its ends."""
-    before, inside, after = [], [], []
+    before: list[Piece] = []
+    inside: list[Piece] = []
+    after: list[Piece] = []
     for piece in pieces:
-        if piece.begin_ns < begin:
-            before.append(piece._replace(end_ns=min(piece.end_ns, begin)))
-        if max(piece.begin_ns, begin) < min(piece.end_ns, end):
-            inside.append(piece._replace(begin_ns=max(piece.begin_ns, begin), end_ns=min(piece.end_ns, end)))
-        if piece.end_ns > end:
-            after.append(piece._replace(begin_ns=max(piece.begin_ns, end)))
+        low, high = piece.begin_ns, piece.end_ns
+        if high <= begin:
+            before.append(piece)
+            continue
+        if begin <= low and high <= end:
+            inside.append(piece)
+            continue
+        if low < begin:
+            before.append(piece._replace(end_ns=min(high, begin)))
+        if max(low, begin) < min(high, end):
+            inside.append(piece._replace(begin_ns=max(low, begin), end_ns=min(high, end)))
+        if high > end:
+            after.append(piece._replace(begin_ns=max(low, end)))
     return before, inside, after
 
 
 def _free_ns(pieces: list[Piece]) -> int:
-    return sum(p.end_ns - p.begin_ns for p in pieces if PRECEDENCE[p.what] >= PRECEDENCE[Loop.STEP])
+    return sum([p.end_ns - p.begin_ns for p in pieces if PRECEDENCE[p.what] >= STEP_PLACE])
 
 
 def _fill(pieces: list[Piece], shares: Sequence[tuple[str, int]], stint: int, first: float, next: float) -> list[Piece]:
     """Gives the time that no stronger activity claims to `shares`, in order; steps are spread over their share."""
     filled: list[Piece] = []
-    left = list(shares)
+    left = [(what, share) for what, share in shares if share]
     step_ns = dict(shares).get(Loop.STEP, 0)
-    done_ns = 0
+    done_ns = at_share = 0
     for piece in pieces:
-        if PRECEDENCE[piece.what] < PRECEDENCE[Loop.STEP]:
+        if PRECEDENCE[piece.what] < STEP_PLACE:
             filled.append(piece)
             continue
-        at = piece.begin_ns
-        while at < piece.end_ns:
-            what, share = left[0]
-            took = min(share, piece.end_ns - at)
-            if took:
-                a = b = 0.0
-                if what is Loop.STEP:
-                    a, b = (first + (next - first) * ns / step_ns for ns in (done_ns, done_ns + took))
-                    done_ns += took
-                filled.append(Piece(at, at + took, what, stint if what is Loop.STEP else -1, a, b))
-                at += took
-            if took == share:
-                left.pop(0)
+        at, end = piece.begin_ns, piece.end_ns
+        while at < end:
+            what, share = left[at_share]
+            took = min(share, end - at)
+            if what is Loop.STEP:
+                a = first + (next - first) * done_ns / step_ns
+                done_ns += took
+                filled.append(Piece(at, at + took, what, stint, a, first + (next - first) * done_ns / step_ns))
             else:
-                left[0] = (what, share - took)
+                filled.append(Piece(at, at + took, what))
+            at += took
+            if took == share:
+                at_share += 1
+            else:
+                left[at_share] = (what, share - took)
     return filled
+
+
+_FOLDS: dict[type, Callable[[Timeline, Any], None]] = {
+    Name: Timeline._names_span,
+    SpanBegin: Timeline._span_begins,
+    SpanEnd: Timeline._span_ends,
+    StepRun: Timeline._steps,
+    Process: Timeline._process_begins,
+    ProcessEnd: Timeline._process_ends,
+    ProcessGone: Timeline._process_gone,
+    Scheduled: Timeline._scheduled,
+    LoopBegin: Timeline._loop_begins,
+    Saved: Timeline._checkpoint,
+    Restored: Timeline._checkpoint,
+    Mark: Timeline._marks,
+    Dropped: Timeline._drops,
+}

@@ -1,7 +1,7 @@
 """From the spool to the job's folder: one collector a node brings all its processes' journals over, in batches.
 
 In: the journals that the processes of one node write to a folder on that node. Out: one growing file a collector in
-the job's folder, which may be on a network file system, and with it what only a neighbour can tell: whether each
+the job's folder, which may be on a network file system, and beside it what only a neighbour can tell: whether each
 process lives, and when it was seen to end. This room does not know what the records mean, nor how they are counted.
 
 Typical use::
@@ -13,6 +13,7 @@ Typical use::
 """
 
 from headway.collect.collector import BATCH_S, LINGER_S, Collector
-from headway.collect.start import ensure_collector, take_lock
+from headway.collect.farewell import deliver_once
+from headway.collect.start import ensure_collector
 
-__all__ = ["BATCH_S", "LINGER_S", "Collector", "ensure_collector", "take_lock"]
+__all__ = ["BATCH_S", "LINGER_S", "Collector", "deliver_once", "ensure_collector"]

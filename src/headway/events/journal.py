@@ -30,14 +30,15 @@ FIRST_SEGMENT_BYTES = 16 * 1024
 LAST_SEGMENT_BYTES = 1024 * 1024
 FRAME_LIMIT_BYTES = 1 << 20
 
-_U32 = struct.Struct("<I")
-_pack_u32 = _U32.pack
+_FRAME = struct.Struct("<II")
+_pack_u32 = struct.Struct("<I").pack
 _CELL = struct.Struct("<QqqqqqqqQ")
 _SLOTS = (64, 192)
 _RETRY_NS = 1_000_000_000
+_SEARCH_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cell:
     """Where the training loop stands: the run of like steps so far, and the step that is under way."""
 
@@ -63,65 +64,79 @@ class Writer:
         """Records that found no space and are not yet accounted for by a `Dropped` record."""
         self._now_ns = now_ns
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # A POSIX lock dies with its process and is not inherited: readers take it as the sign of life.
-        with contextlib.suppress(OSError):
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        self._show_life()
         self._lock = threading.RLock()
         self._retry_at_ns = 0
         self._size = 0
         self._room_until = 0
         self._end = HEADER_BYTES
-        self._memory: mmap.mmap | PlainFile = PlainFile(self._fd)
+        self._file = PlainFile(self._fd)
+        self._memory: mmap.mmap | PlainFile = self._file
         self._grow(HEADER_BYTES)
         try:
-            self._memory[0 : HEADER.size] = HEADER.pack(MAGIC, FORMAT)
+            self._memory[len(MAGIC) : HEADER.size] = _pack_u32(FORMAT)
+            self._memory[0 : len(MAGIC)] = MAGIC
         except OSError:
             self.close()
             raise
         self.cell = CellWriter(self._memory)
 
-    def append(self, payload: bytes) -> bool:
-        """Writes one record; when this returns True, a kill of the process cannot lose it."""
+    def append(self, payload: bytes, loss: int = 1) -> bool:
+        """Writes one record; when this returns True, a kill of the process cannot lose it. Else there is no space, and
+        `loss` records count as lost."""
         length = len(payload)
         size = length + 11 & ~3
+        head = _pack_u32(length)
         body = _pack_u32(crc32(payload)) + payload
-        self._lock.acquire()
+        lock = self._lock
         try:
-            if self._end + size > self._room_until and not self._make_room(size):
-                self.lost += 1
-                return False
-            # Reserved before it is written: a signal handler that appends in between goes behind it.
+            lock.acquire()  # inside `try`: a signal handler that raises right after it must not leave it locked
+            while self._end + size > self._room_until:
+                if not self._make_room(size):
+                    self.lost += loss
+                    return False
+            # Nothing is called between here and the last store, so no signal handler runs in between. With a plain file
+            # one can: what it appends goes behind what is reserved here.
             begin = self._end
             self._end = begin + size
             memory = self._memory
-            memory[begin + 4 : begin + 8 + length] = body
-            memory[begin : begin + 4] = _pack_u32(length)
-            return True
-        except OSError:  # only a plain file can fail here: mapped memory was allocated before
-            self._end = begin
-            self.lost += 1
-            self._room_until = 0
-            return False
+            try:
+                memory[begin + 4 : begin + 8 + length] = body
+                memory[begin : begin + 4] = head
+                return True
+            except BaseException as error:  # only a plain file can fail here: mapped memory was allocated before
+                self._give_back(begin, size)
+                if not isinstance(error, OSError):
+                    raise
+                self.lost += loss
+                self._room_until, self._retry_at_ns = 0, self._now_ns() + _RETRY_NS
+                return False
         finally:
-            self._lock.release()
+            try:
+                lock.release()
+            except RuntimeError:  # a signal handler raised while this waited for the lock
+                pass
+
+    def _give_back(self, begin: int, size: int) -> None:
+        """Frees what was reserved for a record that could not be written, unless others stand behind it by now."""
+        if self._end == begin + size:
+            self._end = begin
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, begin)
 
     def _make_room(self, size: int) -> bool:
         """Grows the file; after a spell without space, first says how much was lost."""
-        if self._fd < 0:
+        if self._fd < 0 or self._now_ns() < self._retry_at_ns:
             return False
-        if self.lost:
-            if self._now_ns() < self._retry_at_ns:
-                return False
-            self._retry_at_ns = self._now_ns() + _RETRY_NS
         notice = encode(Dropped(t_ns=self._now_ns(), count=self.lost)) if self.lost else b""
         if not self._grow(self._end + size + len(notice) + 11):
-            self._room_until = 0
+            self._room_until, self._retry_at_ns = 0, self._now_ns() + _RETRY_NS
             return False
         self._room_until = self._size
         if notice:
             lost, self.lost = self.lost, 0
-            if not self.append(notice):
-                self.lost = lost
+            if not self.append(notice, 0):
+                self.lost += lost
                 return False
         return True
 
@@ -138,38 +153,50 @@ class Writer:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     self._size = 1 << 62  # no allocation on this file system: plain writes from here on
-                    self._memory = PlainFile(self._fd)
+                    self._memory = self._file
                     return True
         return False
 
     def _map(self, size: int) -> None:
+        if size <= self._size:  # a signal handler that appended in between has grown the file further
+            return
         if isinstance(self._memory, mmap.mmap):
             self._memory.resize(size)
         else:
-            self._memory = mmap.mmap(self._fd, size)
+            try:
+                self._memory = mmap.mmap(self._fd, size)
+            except OSError:
+                self._show_life()  # to fail, it closed a descriptor of the file, and with that dropped the lock
+                raise
         self._size = size
+
+    def _show_life(self) -> None:
+        # A POSIX lock dies with its process and is not inherited: readers take it as the sign of life.
+        with contextlib.suppress(OSError):
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
 
     def close(self) -> None:
         """Trims the file to what was written."""
         with self._lock:
             if self._fd < 0:
                 return
-            if isinstance(self._memory, mmap.mmap):
-                self._memory.flush()
             with contextlib.suppress(OSError):
+                if isinstance(self._memory, mmap.mmap):
+                    self._memory.flush()
                 os.ftruncate(self._fd, self._end)
             os.close(self._fd)
-            self._fd, self._room_until = -1, 0  # pages past the end are gone: nothing may touch them again
+            self._fd = self._file.fd = -1  # its number may soon be another file's
+            self._room_until = 0  # pages past the end are gone: nothing may touch them again
 
 
 class PlainFile:
     """Stands in for mapped memory where a file cannot be mapped: each store is a `write`."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
 
     def __setitem__(self, where: slice, data: bytes) -> None:
-        if os.pwrite(self._fd, data, where.start) != len(data):
+        if os.pwrite(self.fd, data, where.start) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -206,7 +233,7 @@ class Nowhere(Writer):
         self.lost = 0
         self.cell = Nowhere._NoCell(PlainFile(-1))
 
-    def append(self, payload: bytes) -> bool:
+    def append(self, payload: bytes, loss: int = 1) -> bool:
         """Keeps nothing, and says so."""
         return False
 
@@ -235,6 +262,9 @@ class Batch:
     raw: bytes = b""
     """The frames as they stand in the file, from `offset` on."""
     offset: int = 0
+    rolled_up: bytes = b""
+    """In place of the records of a finished process, what its node made of them; `load` gives them all the same."""
+    load: "Callable[[], tuple[list[Record], Cell | None]] | None" = None
 
 
 class Follower:
@@ -262,34 +292,82 @@ class Follower:
         while header != again:  # the cell may be written while it is read
             header, again = os.pread(fd, HEADER_BYTES, 0), header
         if not self._offset:
-            if not header.strip(b"\0"):  # its process has only just made it, or died right then
-                return Batch()
+            if not (header[: len(MAGIC)] + header[HEADER.size :]).strip(b"\0"):
+                return Batch()  # its process has only just made it, or died right then
             if problem := header_problem(header):
                 return Batch(problems=[f"{self.path.name} {problem}"])
             self._offset = HEADER_BYTES
         # Cell before frames: a run that is flushed in between is then seen twice, which readers notice, not lost.
         cell = parse_cell(header)
-        batch = decode_frames(_read_from(fd, self._offset))
-        batch.cell, batch.offset = cell, self._offset
+        data, begin = _read_from(fd, self._offset), self._offset
+        # What was read is no snapshot of a live file: damage is only what is still no record when it is read again.
+        batch = decode_frames(data, lambda at: not _payload_at(_read_from(fd, begin + at), 0))
+        batch.cell, batch.offset = cell, begin
         batch.problems = [f"{self.path.name} {problem}" for problem in batch.problems]
         self._offset += len(batch.raw)
         return batch
 
 
-def decode_frames(data: bytes) -> Batch:
-    """All whole records at the beginning of `data`."""
+def decode_frames(data: bytes, is_damage: Callable[[int], bool] = lambda at: True) -> Batch:
+    """All whole records in `data`. `is_damage` tells damage at an offset from a record that is still being written."""
     batch = Batch()
     used = 0
-    for payload, used in frames(data, batch.problems):
+    for payload, used in _salvage(data, batch.problems, is_damage):  # noqa: B007
         try:
             record = decode(payload)
-        except ValueError as error:
-            batch.problems.append(f"holds something that is {error}")
+        except Exception as error:  # whatever is wrong with one record, the others count
+            batch.problems.append(f"holds a record that makes no sense, which is left out ({error})")
             continue
         if record is not None:
             batch.records.append(record)
-    batch.raw = data[:used]
+    batch.raw = data[:used].ljust(used, b"\0")  # a plain file ends without its last frame's padding
     return batch
+
+
+def _salvage(data: bytes, problems: list[str], is_damage: Callable[[int], bool]) -> Iterator[tuple[bytes, int]]:
+    """Like `frames`, for a log whose payloads hold no frames: after damage it goes on wherever a whole frame begins."""
+    at, last, unpack = 0, len(data) - 8, _FRAME.unpack_from
+    while at < len(data):
+        if at <= last:  # as `_payload_at`, but a call for each frame is what reading a large job would spend most on
+            length, crc = unpack(data, at)
+            payload = data[at + 8 : at + 8 + length]
+            if crc32(payload) == crc and length and len(payload) == length:
+                at += 8 + (length + 3 & ~3)
+                yield payload, at
+                continue
+        found = _find_frame(data, at + 4)
+        if found is None and not data[at : at + 4].strip(b"\0"):  # the end, or a record that was under way
+            return
+        if not is_damage(at):
+            return
+        problems.append(f"{'ends in' if found is None else 'has'} a damaged record, which is left out")
+        if found is None:
+            return
+        at = found
+
+
+def _payload_at(data: bytes, at: int) -> bytes:
+    """The payload of the whole frame at an offset; empty if there is none."""
+    if at + 8 > len(data):
+        return b""
+    length, crc = _FRAME.unpack_from(data, at)
+    payload = data[at + 8 : at + 8 + length]
+    return payload if len(payload) == length and crc32(payload) == crc else b""
+
+
+def _find_frame(data: bytes, begin: int) -> int | None:
+    """Where the next whole frame begins; None if none does."""
+    rest = data[begin:]
+    if rest == bytes(len(rest)):  # far faster than the search, and so do most files end
+        return None
+    budget = _SEARCH_BYTES  # absurd lengths must not make the search long
+    for at in range(begin, begin + len(rest.rstrip(b"\0")) - 8, 4):
+        length = _FRAME.unpack_from(data, at)[0]
+        if 0 < length <= len(data) - at - 8:
+            budget -= length
+            if budget < 0 or _payload_at(data, at):
+                return at if budget >= 0 else None
+    return None
 
 
 def frame(payload: bytes) -> bytes:
@@ -311,7 +389,7 @@ def frames(data: bytes, problems: list[str]) -> Iterator[tuple[bytes, int]]:
     """Each whole frame's payload and the offset behind it. A damaged frame is skipped if a whole one follows it."""
     at = 0
     while at + 8 <= len(data):
-        length = _U32.unpack_from(data, at)[0]
+        length, crc = _FRAME.unpack_from(data, at)
         if not length:
             return
         after = at + 8 + (length + 3 & ~3)
@@ -320,9 +398,9 @@ def frames(data: bytes, problems: list[str]) -> Iterator[tuple[bytes, int]]:
                 problems.append(f"is damaged at byte {at} of what was read: the rest of it is left out")
             return
         payload = data[at + 8 : at + 8 + length]
-        if crc32(payload) == _U32.unpack_from(data, at + 4)[0]:
+        if crc32(payload) == crc:
             yield payload, after
-        elif after + 8 <= len(data) and _U32.unpack_from(data, after)[0]:
+        elif after + 8 <= len(data) and _FRAME.unpack_from(data, after)[0]:
             problems.append("has a damaged record, which is left out")
         else:
             return

@@ -4,17 +4,31 @@ The calls a training loop makes (`span`, `steps`) cost about a microsecond and n
 written is counted as lost, and the job goes on.
 """
 
+import itertools
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
 from headway.events.clock import Clock
 from headway.events.journal import Nowhere, Writer
-from headway.events.vocabulary import LoopBegin, Mark, Name, Record, SpanBegin, SpanEnd, StepRun, clean_text, encode
+from headway.events.vocabulary import (
+    KNOWN_NAMES,
+    OWN_NAMES,
+    LoopBegin,
+    Mark,
+    Name,
+    Record,
+    SpanBegin,
+    SpanEnd,
+    StepRun,
+    clean_text,
+    encode,
+)
 
 T = TypeVar("T")
 
@@ -23,6 +37,9 @@ RUN_LIMIT = 256
 
 UNLIKE_LIMIT = 16
 """This many unlike steps among `RUN_LIMIT` are not rare, and become the measure."""
+
+FIRST_STEPS = 4
+"""This many first steps are runs of their own: enough to tell a typical step from the warm-up before it."""
 
 _pack_begin = SpanBegin.LAYOUT.pack
 _pack_end = SpanEnd.LAYOUT.pack
@@ -38,14 +55,22 @@ class Recorder:
         self.writer = writer
         self.now_ns = clock.now_ns
         self.steps_meter = StepMeter(self)
-        self._names: dict[str, int] = {}
+        self._names = dict(KNOWN_NAMES)
+        self._texts: dict[int, str] = {}
+        self._named = itertools.count()
         self._span = 0
         self._append = writer.append
         _recorders.add(self)
 
     def record(self, record: Record) -> bool:
         """Writes any record; True once it cannot be lost by a kill."""
-        return self._append(encode(record))
+        try:
+            payload = encode(record)
+        except Exception as error:  # attributes are the caller's, and JSON has no words for some: the record says so
+            if not isinstance(record, Mark | SpanBegin):
+                raise
+            payload = encode(replace(record, attrs={"unwritable": type(error).__name__}))
+        return self._append(payload)
 
     def span(self, name: str, **attrs: Any) -> "Span":
         """A context manager that times an activity. Names of `Activity` count in the ledger, others are shown."""
@@ -80,15 +105,20 @@ class Recorder:
 
     def detach(self) -> None:
         """Silences this recorder in a forked child: the journal belongs to its parent."""
-        nowhere = Nowhere()
+        self.writer = nowhere = Nowhere()
         self._append = nowhere.append
         self.steps_meter._cell = nowhere.cell
 
     def _number(self, name: str) -> int:
         text = clean_text(name)
-        number = self._names.get(text) or len(self._names) % 0xFFFF + 1
-        self._names[text] = self._names[name] = number
-        self.record(Name(number, text))
+        if number := self._names.get(text):
+            return number
+        number = OWN_NAMES + next(self._named) % (0x10000 - OWN_NAMES)
+        if number in self._texts:  # with more names than numbers, the oldest gives up its own
+            self._names.pop(self._texts[number], None)
+        if self.record(Name(number, text)) or isinstance(self.writer, Nowhere):  # only then may other threads use it
+            self._texts[number] = text
+            self._names[text] = number
         return number
 
 
@@ -127,7 +157,7 @@ class StepMeter:
     """
 
     __slots__ = ("_begin", "_cell", "_count", "_data", "_end", "_first", "_left", "_limit", "_mark", "_next", "_now",
-                 "_open", "_recorder", "_since", "_unlike")  # fmt: skip
+                 "_open", "_recorder", "_since", "_undo", "_unlike")  # fmt: skip
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
@@ -139,12 +169,14 @@ class StepMeter:
         self._limit = 0
         self._unlike: list[int] = []
         self._left: tuple[CodeType, int] | None = None
+        self._undo = (0, 0, 0, 0)
 
     def open(self, first: int | None = None, batch_size: int | None = None) -> int:
         """A loop begins, at step `first` (by default after the last one). Returns the number of its first step."""
         self.close()
         now = self._now()
-        first = self._next if first is None else first
+        first = self._next if first is None else int(first)  # JSON has no words for an array library's integers
+        batch_size = None if batch_size is None else int(batch_size)
         self._recorder.record(LoopBegin(t_ns=now, first=first, batch_size=batch_size))
         if not self._count or first != self._next:  # else the last run found no space, and goes on
             self._first = first
@@ -186,21 +218,23 @@ class StepMeter:
 
     def close(self) -> None:
         """The loop is over."""
-        if self._open or self._left:
-            self._open, self._left = False, None
-            if self.flush():  # else there is no space, and the cell goes on holding what the record could not
-                self._store(-1)
+        self._open, self._left = False, None
+        self.flush()  # without space for it, the cell goes on holding the run
+        self._store(-1)
 
     def leave(self, next: int, frame: FrameType | None) -> None:
         """The loop was left inside a step: by `break`, and the step is done; or by an exception, and it is not.
 
         Which of the two cannot be told here. The step is taken as done, but stays in the cell until it is clear.
         """
-        if not self._open:
+        if not self._open and self._since <= self._end:  # another loop has begun and ended since
+            self.close()
             return
         self.flush()
         self._open, self._left = False, (frame.f_code, frame.f_lineno) if frame else None
-        self._data, self._count, self._end, self._next = self._since - self._end, 1, self._now(), next
+        self._undo = (self._next, self._end, self._count, self._data)
+        self._data += self._since - self._end
+        self._count, self._end, self._next = self._count + 1, self._now(), next
         self._store(-1)
 
     def finish(self, error: BaseException | None) -> None:
@@ -209,7 +243,7 @@ class StepMeter:
         while self._left and trace is not None:
             if (trace.tb_frame.f_code, trace.tb_lineno) == self._left:
                 self._left, self._open = None, True
-                self._next, self._end, self._count, self._data = self._first, self._begin, 0, 0
+                self._next, self._end, self._count, self._data = self._undo
                 self._store(self._since)
             else:
                 trace = trace.tb_next
@@ -221,7 +255,7 @@ class StepMeter:
 
     def _write_run(self) -> bool:
         run = (self._count, self._first, self._next, self._begin, self._end, self._data)
-        written = self._recorder._append(_pack_run(StepRun.KIND, 0, *run))
+        written = self._recorder._append(_pack_run(StepRun.KIND, 0, *run), 0)
         if written:
             self._first, self._begin = self._next, self._end
             self._count = self._data = 0
@@ -230,10 +264,10 @@ class StepMeter:
     def _adapt(self, took_ns: int, unlike: bool) -> None:
         if unlike:
             self._unlike.append(took_ns)
-            if len(self._unlike) < UNLIKE_LIMIT:
+            if len(self._unlike) < (UNLIKE_LIMIT if self._limit else FIRST_STEPS):
                 return
             if self._next - self._mark <= RUN_LIMIT:
-                self._limit = _limit(sorted(self._unlike)[UNLIKE_LIMIT // 2])
+                self._limit = _limit(sorted(self._unlike)[len(self._unlike) // 2])
         else:
             self._limit = _limit(took_ns // self._count)
         self._mark = self._next

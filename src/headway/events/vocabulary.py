@@ -9,6 +9,7 @@ import dataclasses
 import json
 import struct
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -52,6 +53,12 @@ class Activity(StrEnum):
     PUBLISH = "publish"
 
 
+KNOWN_NAMES = {activity.value: number for number, activity in enumerate(Activity, 1)}
+"""Numbers that need no `Name` record. They are part of the format: new activities go to the end of `Activity`."""
+
+OWN_NAMES = 256
+"""Numbers from here on are given out by `Name` records."""
+
 STAGES = (
     Activity.IMPORTS,
     Activity.DEVICE_INIT,
@@ -65,10 +72,11 @@ STAGES = (
 """The stages of trainer initialisation (level 3 of the report), in their usual order."""
 
 
+# Records are not frozen: a frozen dataclass takes seven times as long to make, and readers make millions.
 # --- packed records ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Name:
     """Gives a text a number, so that each span carries two bytes of it."""
 
@@ -78,7 +86,7 @@ class Name:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SpanBegin:
     """An activity began. Its end may never be written: the process can die inside it."""
 
@@ -91,7 +99,7 @@ class SpanBegin:
     attrs: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SpanEnd:
     """The activity that began as `span` ended; `failed` if by an exception."""
 
@@ -102,7 +110,7 @@ class SpanEnd:
     t_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRun:
     """Consecutive steps of like duration, from `first` up to and without `next`; a stalled step is a run of its own.
 
@@ -123,7 +131,7 @@ class StepRun:
 # --- JSON records --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Process:
     """Who writes this journal. Always its first record."""
 
@@ -156,7 +164,7 @@ class Process:
     headway: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ProcessEnd:
     """The process is about to exit. A journal without one ended by a kill, or has not ended."""
 
@@ -167,7 +175,7 @@ class ProcessEnd:
     category: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ProcessGone:
     """Somebody else saw the process end at `t_ns`: the collector, or a supervisor, which also knows the exit code."""
 
@@ -177,7 +185,7 @@ class ProcessGone:
     category: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Scheduled:
     """What the platform says of this attempt's wait for hardware, in wall time."""
 
@@ -190,7 +198,7 @@ class Scheduled:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LoopBegin:
     """A training loop begins; its step runs follow."""
 
@@ -201,7 +209,7 @@ class LoopBegin:
     """Samples a step takes on this rank, where known."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Saved:
     """A checkpoint is committed: every step before `step` survives a failure from now on."""
 
@@ -211,7 +219,7 @@ class Saved:
     path: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Restored:
     """Training goes on from a checkpoint: the next step to train is `step`."""
 
@@ -221,7 +229,7 @@ class Restored:
     path: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Mark:
     """Something happened; shown, and never counted."""
 
@@ -231,7 +239,7 @@ class Mark:
     attrs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Dropped:
     """`count` records could not be written before this one: the disk was full."""
 
@@ -281,33 +289,47 @@ def encode(record: Record) -> bytes:
 def decode(payload: bytes) -> Record | None:
     """The record in a frame; None for a kind this version does not know. ValueError if the payload is not one."""
     try:
-        return _decode(payload)
-    except (struct.error, IndexError, TypeError, UnicodeDecodeError) as error:
+        kind = payload[0]
+        if kind == StepRun.KIND:
+            return StepRun(*_unpack_run(payload))
+        if kind == SpanEnd.KIND:
+            return SpanEnd(*_unpack_end(payload))
+        if kind == SpanBegin.KIND:
+            name, span, thread, t_ns = _unpack_begin(payload)
+            trailer = payload[_BEGIN_BYTES:]
+            return SpanBegin(name, span, thread, t_ns, _parse(trailer.decode())[0] if trailer else None)
+        if kind == Name.KIND:
+            return Name(_unpack_name(payload)[0], payload[Name.LAYOUT.size :].decode())
+        return _decode_json(kind, payload)
+    except (struct.error, AttributeError, IndexError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a journal record: {error}") from error
 
 
-def _decode(payload: bytes) -> Record | None:
-    kind = payload[0]
-    if kind == SpanEnd.KIND:
-        return SpanEnd(*SpanEnd.LAYOUT.unpack_from(payload)[1:])
-    if kind == SpanBegin.KIND:
-        trailer = payload[SpanBegin.LAYOUT.size :]
-        name, span, thread, t_ns = SpanBegin.LAYOUT.unpack_from(payload)[1:]
-        return SpanBegin(name, span, thread, t_ns, json.loads(trailer) if trailer else None)
-    if kind == StepRun.KIND:
-        return StepRun(*StepRun.LAYOUT.unpack_from(payload)[1:])
-    if kind == Name.KIND:
-        return Name(Name.LAYOUT.unpack_from(payload)[1], payload[Name.LAYOUT.size :].decode())
+def _decode_json(kind: int, payload: bytes) -> Record | None:
     cls = _JSON_KINDS.get(kind)
     if cls is None:
         return None
     types = _field_types(cls)
-    body = {key: value for key, value in json.loads(payload[1:]).items() if key in types}
+    body: dict[str, Any] = _parse(payload[1:].decode())[0]
     for key, value in body.items():
+        if key not in types:  # a newer writer's: begin again without
+            known = {key: value for key, value in body.items() if key in types}
+            return _decode_json(kind, payload[:1] + _json(known))
         if not isinstance(value, types[key]):
             raise TypeError(f"{cls.__name__}.{key} is {value!r:.40}")
     record: Record = cls(**body)
     return record
+
+
+def _reader(layout: struct.Struct) -> Callable[[bytes], tuple[Any, ...]]:
+    """Unpacks all but the kind."""
+    return struct.Struct(layout.format.replace("B", "x")).unpack_from
+
+
+_unpack_run, _unpack_end = _reader(StepRun.LAYOUT), _reader(SpanEnd.LAYOUT)
+_unpack_begin, _unpack_name = _reader(SpanBegin.LAYOUT), _reader(Name.LAYOUT)
+_BEGIN_BYTES = SpanBegin.LAYOUT.size
+_parse = json.JSONDecoder().raw_decode
 
 
 def _json(value: object) -> bytes:

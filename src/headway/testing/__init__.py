@@ -95,14 +95,16 @@ class Story:
         self._ranks.append(told)
         return told
 
-    def ledger(self, now: float | None = None, alive: tuple["Rank", ...] = ()) -> Ledger:
-        """The ledger as a new reader sees it, `now` seconds into the story, with some processes still alive."""
+    def ledger(
+        self, now: float | None = None, alive: tuple["Rank", ...] = (), lost: tuple["Rank", ...] = ()
+    ) -> Ledger:
+        """The ledger `now` seconds into the story, with some processes still alive, and some lost with their node."""
         for name, batch in self.reader.poll():
-            self.accounts.add(name, batch.records, batch.cell, batch.problems)
+            self.accounts.take(name, batch)
         at = now if now is not None else 0.0
         clock = FakeClock(at)
-        names = {rank.recorder.writer.path.stem for rank in alive}
-        result = self.accounts.ledger(Instant(clock.boot(), clock.now_ns(), clock.wall_ns()), names)
+        living, missing = ({rank.recorder.writer.path.stem for rank in ranks} for ranks in (alive, lost))
+        result = self.accounts.ledger(Instant(clock.boot(), clock.now_ns(), clock.wall_ns()), living, missing)
         assert result is not None, "no rank has begun in this story"
         return result
 

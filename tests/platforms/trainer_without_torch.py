@@ -1,0 +1,42 @@
+"""The training script of the platforms' tests: trains until a file `enough` appears, and goes on from its checkpoint.
+
+It notes in a file of its own when it began and when each step was done, so that the ledger can be held against it.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import headway
+
+folder, least_steps = Path(sys.argv[1]), int(sys.argv[2])
+dies_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
+begin_s = time.time()
+run = headway.current()
+checkpoint, stopwatch = folder / f"checkpoint-{run.rank}", open(folder / f"stopwatch-{run.rank}", "a", buffering=1)
+print("begin", begin_s, file=stopwatch)
+with run.stage("train_module_creation"):
+    time.sleep(0.05)
+first = 0
+if checkpoint.exists():
+    with run.span("checkpoint_restore"):
+        first = int(checkpoint.read_text())
+    run.checkpoint_restored(first)
+
+
+def batches():
+    while True:
+        yield None
+
+
+for step, _ in run.steps(batches(), start=first):
+    time.sleep(0.02)
+    if step == dies_at and not first:
+        raise RuntimeError("the journey wants it so")
+    (folder / f"new-{run.rank}").write_text(str(step + 1))
+    (folder / f"new-{run.rank}").replace(checkpoint)
+    run.checkpoint_saved()
+    print("step", time.time(), file=stopwatch)
+    if step + 1 >= least_steps and (folder / "enough").exists():
+        break
+run.finish()
