@@ -88,12 +88,12 @@ class Run:
 
     def checkpoint_saved(self, step: int | None = None, path: str | os.PathLike[str] = "") -> None:
         """A checkpoint is safely stored. `step` is where training would go on; by default, after the current step."""
-        step = self.recorder.steps_meter.upcoming if step is None else step
+        step = self.recorder.steps_meter.upcoming if step is None else int(step)
         self.recorder.record(Saved(t_ns=self.recorder.now_ns(), step=step, path=clean_text(os.fspath(path))))
 
     def checkpoint_restored(self, step: int, path: str | os.PathLike[str] = "") -> None:
         """A checkpoint is loaded, and training goes on with step `step`."""
-        self.recorder.record(Restored(t_ns=self.recorder.now_ns(), step=step, path=clean_text(os.fspath(path))))
+        self.recorder.record(Restored(t_ns=self.recorder.now_ns(), step=int(step), path=clean_text(os.fspath(path))))
 
     def finish(self) -> None:
         """The work is done: what this process still does is shutting down."""

@@ -14,7 +14,7 @@ from headway.accounting.ledger import JobAccounts, Ledger
 from headway.events.clock import Clock
 from headway.events.job import JobReader
 from headway.events.journal import Cell
-from headway.events.vocabulary import Mark, ProcessGone, Record
+from headway.events.vocabulary import Mark, Process, ProcessGone, Record
 from headway.paths import JobPaths
 
 HERE = Path(__file__).parent
@@ -31,11 +31,14 @@ class Child:
         self.name = self._answer()
 
     def tell(self, command: str) -> "Child":
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(command + "\n")
-        self.popen.stdin.flush()
+        self._say(command)
         assert self._answer() == "done"
         return self
+
+    def replace(self, number: int) -> None:
+        """Makes it replace itself by `exec`, and go on in a journal of its own."""
+        self._say(f"exec {number}")
+        self.name = self._answer()
 
     def kill(self) -> None:
         self.popen.kill()
@@ -44,6 +47,11 @@ class Child:
     def finish(self) -> None:
         self.tell("finish")
         self.popen.communicate()
+
+    def _say(self, command: str) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(command + "\n")
+        self.popen.stdin.flush()
 
     def _answer(self) -> str:
         assert self.popen.stdout is not None
@@ -88,6 +96,14 @@ class Reading:
 def read(paths: JobPaths) -> Reading:
     """All that a new reader finds."""
     return Reading(paths).poll()
+
+
+def has_ended(job: JobPaths) -> bool:
+    """Whether a new reader finds a rank in the job, and that all is over."""
+    reading = read(job)
+    return any(isinstance(record, Process) for told in reading.records.values() for record in told) and (
+        reading.ledger().state == "ended"
+    )
 
 
 def node_files(job: JobPaths) -> list[Path]:

@@ -15,7 +15,7 @@ from headway.paths import JobPaths
 spool, job = Path(sys.argv[1]), sys.argv[2]
 clock = Clock()
 process = describe(os.environ, job, clock)
-path = JobPaths(spool, job).journal(process_name(process))
+path = JobPaths(spool, job).journal("-".join([process_name(process), *sys.argv[3:]]))
 recorder = Recorder(Writer(path), clock)
 recorder.record(process)
 print(path.stem, flush=True)
@@ -42,6 +42,8 @@ for line in sys.stdin:
         path.read_bytes()
     elif command == "ensure":
         assert ensure_collector(spool, Path(value), job) is None
+    elif command == "exec":
+        os.execv(sys.executable, [sys.executable, __file__, str(spool), job, value])
     elif command == "finish":
         recorder.record(ProcessEnd(t_ns=clock.now_ns()))
         recorder.close()

@@ -359,6 +359,29 @@ def test_a_process_that_ended_well_is_dead_before_it_has_left(spool: JobPaths, j
     assert reading.ledger().state == "ended"
 
 
+def test_a_process_that_replaced_itself_lives_in_its_newest_journal_only(
+    spool: JobPaths, job: JobPaths, begin: Begin
+) -> None:
+    child, collector = begin().tell("mark one"), Collector(spool, job)
+    first = child.name
+    collector.collect()
+    child.replace(2)
+    child.tell("mark two")
+    for late in (collector, Collector(spool, job)):
+        late.collect()
+        reading = read(job)
+        assert reading.reader.alive() == {child.name}
+        assert (marks(reading, first), marks(reading, child.name)) == (["one"], ["two"])
+        assert {gone.t_ns for gone in reading.gone(first)} == {reading.told(child.name)[0].t_ns}
+        late.collect()
+        late.tidy()
+        assert spool.journal(first).exists(), "it would take the name again"
+    child.kill()
+    collector.collect()
+    collector.tidy()
+    assert list(spool.journals.iterdir()) == []
+
+
 # --- tidying up ----------------------------------------------------------------------------------------------------
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from collecting import Child, Reading, eventually, marks, node_files, read
+from collecting import Child, Reading, eventually, has_ended, marks, node_files, read
 
 from headway.collect import Collector, deliver_once
+from headway.collect.start import take_lock
 from headway.events.journal import Follower
 from headway.events.vocabulary import ProcessEnd
 from headway.paths import JobPaths
@@ -108,21 +109,27 @@ def run_script(tmp_path: Path, *around: str) -> None:
 
 @pytest.mark.needs("unshare")
 @pytest.mark.parametrize("init", [[], ["sh", "-c", '"$@"; exit', "sh"]], ids=["the rank", "a shell"])
-def test_when_a_container_ends_with_its_rank_nothing_is_missing(tmp_path: Path, job: JobPaths, init: list[str]) -> None:
+def test_when_a_container_ends_with_its_rank_nothing_is_missing(
+    tmp_path: Path, spool: JobPaths, job: JobPaths, init: list[str]
+) -> None:
     if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
         pytest.skip("needs a process namespace: run as root")
+    lock = take_lock(spool)
+    assert lock is not None
     run_script(tmp_path, *CONTAINER, *init)
+    os.close(lock)
     reading = read(job)
     (name,) = reading.records
     assert marks(reading, name) == ["last"]
     assert isinstance(reading.told(name)[-1], ProcessEnd)
     assert reading.ledger().state == "ended"
     assert sum(reading.ledger().steps.values()) == 20
+    assert len(node_files(job)) == 1, "its child brought nothing"
 
 
 def test_where_the_collector_stays_the_process_leaves_it_all_to_it(
     tmp_path: Path, spool: JobPaths, job: JobPaths
 ) -> None:
     run_script(tmp_path)
-    eventually(lambda: node_files(job) and read(job).ledger().state == "ended", "a delivery")
+    eventually(lambda: has_ended(job), "a delivery")
     assert len(node_files(job)) == 1

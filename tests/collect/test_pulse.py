@@ -91,6 +91,16 @@ def test_the_end_of_a_process_brings_its_last_steps(spool: JobPaths, job: JobPat
     assert read(job).cell(child.name) == last
 
 
+def test_steps_after_the_end_was_told_are_told_too(spool: JobPaths, job: JobPaths, begin: Begin) -> None:
+    child, collector = begin().tell("cell 1").tell("finish"), Collector(spool, job)
+    collector.collect()
+    child.tell("cell 2")
+    collector.collect()
+    assert collector.collect() == 0
+    assert pulse_files(job) == []
+    assert read(job).cell(child.name) == cell_of(spool, child)
+
+
 def test_a_collector_told_to_stop_leaves_word_of_who_lived(
     spool: JobPaths, job: JobPaths, begin: Begin, run_collector: Callable[..., "subprocess.Popen[bytes]"]
 ) -> None:

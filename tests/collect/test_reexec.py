@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from collecting import eventually, node_files, read
+from collecting import eventually, has_ended, read
 
 from headway.cli.source import open_job
 from headway.events.job import JobReader
@@ -64,7 +64,7 @@ def test_a_script_that_executes_itself_again_is_two_processes(home: Path) -> Non
 def test_its_collector_sees_the_first_end_when_the_second_begins(home: Path, spool: JobPaths, pause: str) -> None:
     run_twice(home, HEADWAY_SPOOL=str(home / "spool"), PAUSE=pause)
     job = JobPaths(home, "twice")
-    eventually(lambda: node_files(job) and read(job).ledger().state == "ended", "a delivery")
+    eventually(lambda: has_ended(job), "a delivery")
     check_report()
     reading = read(job)
     first, second = sorted(reading.records)

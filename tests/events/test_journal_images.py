@@ -95,4 +95,4 @@ def test_a_header_cut_anywhere_has_a_whole_cell_or_none() -> None:
     for at in (1, 2):
         cell.write(at, at, at, at, at, at, at)
         cells.append(parse_cell(memory))
-    assert {parse_cell(bytes(memory[:cut])) for cut in range(HEADER_BYTES)} <= {None, *cells}
+    assert all(parse_cell(bytes(memory[:cut])) in (None, *cells) for cut in range(HEADER_BYTES))

@@ -47,12 +47,25 @@ from headway.testing import FakeClock
         ("train.py --token https://u:S3CR3T@host", "train.py --token ***"),
         ("train.py --token --lr 0.1", "train.py --token --lr 0.1"),
         ("train.py --token", "train.py --token"),
+        ("train.py --token -S3CR3T", "train.py --token ***"),
+        ("train.py --passphrase S3CR3T --pwd=S3CR3T", "train.py --passphrase *** --pwd=***"),
+        ("train.py --private-key S3CR3T --wandbToken=S3CR3T", "train.py --private-key *** --wandbToken=***"),
+        ("train.py https://host/x?a=1&token=S3CR3T&b=2", "train.py https://host/x?a=1&token=***&b=2"),
+        (
+            "train.py --tokenizer gpt2 --max-tokens 512 --author me",
+            "train.py --tokenizer gpt2 --max-tokens 512 --author me",
+        ),
         ("train.py -p X", "train.py -p X"),
         ("", ""),
     ],
 )
 def test_secrets_in_a_command_line_are_blanked(words: str, shown: str) -> None:
     assert command_line(words.split(" ")) == shown
+
+
+def test_secrets_inside_one_word_are_blanked() -> None:
+    shown = command_line(["curl", "-H", "Authorization: Bearer S3CR3T", '{"api_key": "S3CR3T", "b": 2}'])
+    assert shown == 'curl -H Authorization: Bearer *** {"api_key": "***", "b": 2}'
 
 
 def test_a_command_is_kept_short_and_printable() -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 from headway.events.clock import Clock, start_ticks
 from headway.events.vocabulary import Process, clean_text
 
-_SECRET = re.compile(r"(?i)(token|secret|passw(or)?d|passwd|api[-_]?key|access[-_]?key|credential|auth)")
+_SECRET_WORDS = frozenset(
+    ["token", "secret", "password", "passwd", "pwd", "passphrase", "key", "apikey", "credential", "credentials", "auth"]
+    + ["authorization", "bearer"]
+)
+_ASSIGNED = re.compile(
+    r"""((?:^|[?&;,{\s"'])["']?([\w.+-]+)["']?\s*[=:]\s*["']?(?:bearer\s+|basic\s+)?)[^\s&"',;}]+""", re.I
+)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -69,14 +75,20 @@ def command_line(argv: Sequence[str]) -> str:
     """The command, with what looks like a secret blanked."""
     words, blank_next = [], False
     for word in argv:
-        key, equals, _ = word.partition("=")
-        if blank_next and not word.startswith("-"):
-            word = "***"
-        elif equals and _SECRET.search(key):
-            word = f"{key}=***"
-        blank_next = not equals and word.startswith("-") and bool(_SECRET.search(word))
+        if blank_next and not word.startswith("--"):
+            words.append("***")
+            blank_next = False
+            continue
+        blank_next = word.startswith("-") and "=" not in word and _is_secret(word)
+        word = _ASSIGNED.sub(lambda match: match[1] + "***" if _is_secret(match[2]) else match[0], word)
         words.append(_URL_LOGIN.sub("***@", word))
     return clean_text(" ".join(words))
+
+
+def _is_secret(name: str) -> bool:
+    """Whether a name like `--api-key`, `wandbToken` or `DB_PASSWORD` promises a secret."""
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name).lower()
+    return not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", spaced))
 
 
 def _launcher(environ: Mapping[str, str], clock: Clock) -> tuple[str, int | None]:

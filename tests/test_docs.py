@@ -1,0 +1,90 @@
+"""The docs say what is there: links lead somewhere, code runs, every option, setting, bucket and activity is named."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+
+from headway.accounting.rules import Bucket
+from headway.cli import main
+from headway.config import Settings
+from headway.events.vocabulary import Activity
+from headway.observe.summary import summary
+from headway.testing import Story
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+
+
+def anchor(title: str) -> str:
+    return re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        path, _, section = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if section:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            assert section in map(anchor, titles), f"{page.name}: {target}"
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+def test_the_code_in_the_readme_runs(home: Path) -> None:
+    (block,) = python_blocks((ROOT / "README.md").read_text())
+    given = "build = dict\nloader = range(50)\ntrain_step = lambda model, batch: None\n"
+    subprocess.run([sys.executable, "-c", given + block], check=True, timeout=60)
+    assert list(home.rglob("*.hwj"))
+
+
+def test_the_code_in_the_reference_runs(home: Path, tmp_path: Path) -> None:
+    script, story = python_blocks(REFERENCE)
+    given = "loader = range(50)\n"
+    subprocess.run([sys.executable, "-c", given + script], check=True, timeout=60)
+    names: dict[str, object] = {}
+    exec(story, names)
+    names["test_my_dashboard_shows_a_failure"](tmp_path / "story")  # type: ignore[operator]
+
+
+def test_every_command_and_option_is_documented() -> None:
+    for name, command in main.commands.items():
+        assert f"`headway {name}" in REFERENCE, name
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert any(option in REFERENCE for option in parameter.opts), f"{name} {parameter.opts}"
+
+
+def test_every_setting_is_documented() -> None:
+    for field in fields(Settings):
+        assert f"`HEADWAY_{field.name.upper()}`" in REFERENCE
+
+
+def test_every_bucket_and_every_activity_is_documented() -> None:
+    ledger = (ROOT / "docs" / "ledger.md").read_text()
+    assert [key for key in Bucket if f"`{key}`" not in ledger] == []
+    assert [name for name in Activity if f"`{name}`" not in REFERENCE] == []
+
+
+def test_every_key_of_the_json_report_is_documented(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    story.rank().steps(10, each=1.0).crashed()
+    report = summary(story.ledger())
+    for part in (report, report["attempts"][0], report["ranks"][0], report["advice"][0], report["failures"][0]):
+        assert [key for key in part if f"`{key}`" not in REFERENCE] == []
+
+
+def test_the_changelog_names_this_version() -> None:
+    from headway import __version__
+
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
