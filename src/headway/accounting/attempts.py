@@ -244,13 +244,13 @@ def _set_ends(attempts: list[Attempt], now: Instant) -> None:
 
 
 def _set_failure(attempt: Attempt) -> None:
-    """When the attempt failed, and by which rank: with its node, as seen, or else at the last sign of any silent one."""
+    """When the attempt failed, and by which rank: with its node, as was seen, or else at the last sign of anyone."""
     members = attempt.members
     dead = {rank: m for rank, m in members.items() if not m.alive and not m.is_clean}
     lost = {rank: m.last_sign_ns for rank, m in dead.items() if m.lost}
     seen = {rank: at for rank, m in dead.items() if (at := m.failed_at_ns) is not None}
     attempt.failed = bool(dead) and not attempt.alive
-    if lost and min(lost.values()) <= min(seen.values(), default=1 << 62):  # what survivors raise after is a consequence
+    if lost and min(lost.values()) <= min(seen.values(), default=1 << 62):  # what survivors raise then is an effect
         attempt.failed_rank = min(lost, key=lambda rank: (lost[rank], rank))
         attempt.end_ns = max(lost.values())
     elif seen:

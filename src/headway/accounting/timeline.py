@@ -156,8 +156,8 @@ class Timeline:
 
     __slots__ = (
         "_at", "_floor", "_names", "_open", "_open_spans", "_pace", "_pending", "_restored", "_rule", "_spans",
-        "_winner", "cell", "dropped", "ended", "first_step", "first_step_ns", "gone", "group_ready_ns", "init", "last_ns",
-        "last_step_ns", "loop", "marks", "process", "scheduled", "stints", "unroll",
+        "_winner", "cell", "dropped", "ended", "first_step", "first_step_ns", "gone", "group_ready_ns", "init",
+        "last_ns", "last_step_ns", "loop", "marks", "process", "scheduled", "stints", "unroll",
     )  # fmt: skip
 
     def __init__(self, rule: StallRule | None = None) -> None:

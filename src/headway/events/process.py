@@ -10,8 +10,7 @@ from headway.events.clock import Clock, start_ticks
 from headway.events.vocabulary import Process, clean_text
 
 _SECRET_WORDS = frozenset(
-    ["token", "secret", "password", "passwd", "pwd", "passphrase", "key", "apikey", "credential", "credentials", "auth"]
-    + ["authorization", "bearer"]
+    "token secret password passwd pwd passphrase key apikey credential credentials auth authorization bearer".split()  # noqa: SIM905
 )
 _ASSIGNED = re.compile(
     r"""((?:^|[?&;,{\s"'])["']?([\w.+-]+)["']?\s*[=:]\s*["']?(?:bearer\s+|basic\s+)?)[^\s&"',;}]+""", re.I
