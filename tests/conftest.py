@@ -9,6 +9,7 @@ import pytest
 GET = {
     "chromium": "apt-get install chromium",
     "ip": "apt-get install iproute2, and run as root",
+    "bindfs": "apt-get install bindfs, and run as root",
     "mount": "run as root, where mounting a tmpfs is allowed",
     "openssl": "apt-get install openssl",
     **dict.fromkeys(

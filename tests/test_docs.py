@@ -87,4 +87,3 @@ def test_the_changelog_names_this_version() -> None:
     from headway import __version__
 
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
-

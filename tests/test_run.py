@@ -198,3 +198,22 @@ def test_checkpoints_without_a_number_mean_up_to_here(home: Path) -> None:
 def test_the_json_report_is_json(home: Path) -> None:
     script(home, LOOP)
     json.dumps(told(), allow_nan=False)
+
+
+def test_a_kill_inside_a_phase_happens_once_and_is_seen_in_that_phase(home: Path) -> None:
+    text = """
+import headway, time
+from pathlib import Path
+from headway.testing import kill_in
+run = headway.current()
+kill_in(run, "train_module_creation", marker=Path("MARKER"))
+with run.stage("train_module_creation"):
+    pass
+for step, batch in run.steps(range(20)): pass
+run.finish()
+""".replace("MARKER", str(home / "killed"))
+    script(home, text, code=-9, HEADWAY_JOB="phase")
+    script(home, text, HEADWAY_JOB="phase")
+    report = told("phase")
+    assert [attempt["outcome"] for attempt in report["attempts"]] == ["failed", "ended"]
+    assert report["stages"]["train_module_creation"] > 0

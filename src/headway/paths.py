@@ -33,8 +33,9 @@ class JobPaths:
 
     def make(self) -> "JobPaths":
         """Creates the folders, readable by this user only."""
-        for folder in (self.journals, self.nodes):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder, self.journals, self.nodes):
+            folder.mkdir(mode=0o700, exist_ok=True)
         return self
 
     def forget(self) -> None:

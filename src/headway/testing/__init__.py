@@ -25,11 +25,12 @@ from headway.accounting.rules import StallRule
 from headway.events.clock import Clock
 from headway.events.job import JobReader
 from headway.events.journal import Writer
-from headway.events.recorder import Recorder
+from headway.events.recorder import Recorder, Span
 from headway.events.vocabulary import Process, ProcessEnd, ProcessGone, Restored, Saved, Scheduled
 from headway.paths import JobPaths
+from headway.run import Run
 
-__all__ = ["FakeClock", "Rank", "Story", "kill_at"]
+__all__ = ["FakeClock", "Rank", "Story", "kill_at", "kill_in"]
 
 EPOCH_S = 1_700_000_000.0
 """Wall time at second 0 of a story."""
@@ -95,9 +96,7 @@ class Story:
         self._ranks.append(told)
         return told
 
-    def ledger(
-        self, now: float | None = None, alive: tuple["Rank", ...] = (), lost: tuple["Rank", ...] = ()
-    ) -> Ledger:
+    def ledger(self, now: float | None = None, alive: tuple["Rank", ...] = (), lost: tuple["Rank", ...] = ()) -> Ledger:
         """The ledger `now` seconds into the story, with some processes still alive, and some lost with their node."""
         for name, batch in self.reader.poll():
             self.accounts.take(name, batch)
@@ -202,8 +201,25 @@ def kill_at(
     `marker` is a file that remembers it. Without `this_rank`, the rank is taken from the environment.
     """
     mine = int(os.environ.get("RANK", "0")) if this_rank is None else this_rank
-    if now != step or mine != rank:
-        return
+    if now == step and mine == rank:
+        _kill_once(marker, sig)
+
+
+def kill_in(run: Run, phase: str, *, marker: Path, rank: int = 0, sig: int = signal.SIGKILL) -> None:
+    """Arms a run so that on rank `rank` the process gets a real signal as soon as it has begun `phase`: once."""
+    span = run.recorder.span
+
+    def deadly(name: str, **attrs: Any) -> Span:
+        begun = span(name, **attrs)
+        if name == phase and run.rank == rank:
+            with begun:
+                _kill_once(marker, sig)
+        return begun
+
+    run.recorder.span = deadly  # type: ignore[method-assign]
+
+
+def _kill_once(marker: Path, sig: int) -> None:
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:
