@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.collect.collector import LINGER_S, Collector
+from headway.collect.source import RollUp
 from headway.collect.start import take_lock
 from headway.errors import InputError
 from headway.paths import JobPaths
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     lock = options.lock_fd if options.lock_fd is not None else take_lock(spool)
     while lock is not None:
-        collector = Collector(spool, job, roll_up=pkgutil.resolve_name(options.roll_up) if options.roll_up else None)
+        collector = Collector(spool, job, roll_up=_resolve(options.roll_up))
         collector.run(stop, linger_s=options.linger)
         os.close(lock)
         # A process that began just now found the lock taken, and counts on us.
@@ -36,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         lock = take_lock(spool) if collector.anyone_lives and not stop.is_set() else None
         collector.close()
     return 0
+
+
+def _resolve(name: str) -> RollUp | None:
+    try:
+        return pkgutil.resolve_name(name) if name else None
+    except (ImportError, AttributeError, ValueError) as error:
+        print(f"--roll-up {name} is not there ({error}): processes are not rolled up", file=sys.stderr)
+        return None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--linger", type=float, default=LINGER_S, help="seconds to stay when no process lives (%(default)s)"
     )
-    parser.add_argument("--roll-up", metavar="MODULE:FUNCTION", help="makes one record of a finished process's many")
+    parser.add_argument("--roll-up", metavar="MODULE:FUNCTION", default="",
+                        help="makes one record of a finished process's many")  # fmt: skip
     parser.add_argument("--lock-fd", type=int, help="inherited descriptor that already holds the collector's lock")
     return parser
 

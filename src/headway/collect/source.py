@@ -87,7 +87,11 @@ class Source:
 
     def _rolled_up(self, roll_up: RollUp, wall_ns: int) -> list[Chunk]:
         whole = Follower(self.path).poll()
-        data = roll_up([*whole.records, *([self._gone] if self._gone else [])], whole.cell)
+        try:
+            data = roll_up([*whole.records, *([self._gone] if self._gone else [])], whole.cell)
+        except Exception as error:  # the records have arrived, and readers do without: it only takes them longer
+            self.problems[f"{self.path.name} could not be rolled up ({type(error).__name__}: {error})"] = None
+            return []
         return [rolled_up(self.name, data, wall_ns)] if 0 < len(data) <= CHUNK_LIMIT_BYTES else []
 
     def _tell(self, batch: Batch, wall_ns: int) -> list[Chunk]:
