@@ -1,5 +1,7 @@
 """Where everything lies: one class names every file of a job."""
 
+import contextlib
+import itertools
 import os
 import stat
 from pathlib import Path
@@ -22,7 +24,7 @@ class JobPaths:
 
     def __init__(self, home: Path, job: str) -> None:
         if not job:
-            raise InputError("a job needs a name: it is empty. Give one with --job NAME or HEADWAY_JOB=NAME.")
+            raise InputError("a job needs a name: it is empty. Give one with HEADWAY_JOB=NAME.")
         self.job = job
         self.folder = home / "jobs" / folder_name(job)
         self.journals = self.folder / "journals"
@@ -103,4 +105,9 @@ def is_network(folder: Path, mountinfo: str | None = None) -> bool:
 
 
 def _last_change(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in (folder, folder / "journals", folder / "nodes") if path.exists())
+    """When a job last wrote: by its newest files, since one that runs for days makes none."""
+    newest = 0.0
+    for part in (folder / "journals", folder / "nodes"):
+        with contextlib.suppress(OSError), os.scandir(part) as entries:
+            newest = max([newest, *(entry.stat().st_mtime for entry in itertools.islice(entries, 4096))])
+    return newest or folder.stat().st_mtime

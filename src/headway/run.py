@@ -13,7 +13,7 @@ from headway.config import Settings
 from headway.errors import HeadwayError, InputError, nearest
 from headway.events.clock import Clock
 from headway.events.journal import Nowhere, Writer
-from headway.events.process import describe, job_name, process_name
+from headway.events.process import describe, job_name, process_name, shares_no_id
 from headway.events.recorder import Recorder, Span
 from headway.events.vocabulary import STAGES, Activity, Process, ProcessEnd, Restored, Saved, clean_text
 from headway.paths import JobPaths, folder_name, is_network, private_folder
@@ -50,12 +50,13 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Run:
-    """One process's part in a job. Nothing here raises into training, except for a stage that does not exist."""
+    """One process's part in a job. Whatever becomes of the journal, nothing here stops the training; only a stage that
+    does not exist is an error."""
 
     def __init__(self, recorder: Recorder, process: Process) -> None:
         self.job, self.rank, self.world_size = process.job, process.rank, process.world_size
         self.recorder = recorder
-        self._process = process
+        self._finished = False
 
     def span(self, name: str, **attrs: Any) -> Span:
         """Times a `with` block. The names in `Activity` count in the ledger; any other is shown beside it."""
@@ -97,13 +98,16 @@ class Run:
 
     def finish(self) -> None:
         """The work is done: what this process still does is shutting down."""
-        self.recorder.steps_meter.close()
+        self._finished = True
+        self.recorder.steps_meter.settle()
         self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns()))
 
     def _leave(self) -> None:
         error = getattr(sys, "last_value", None)
-        text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None
-        self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text))
+        if error is not None or self._finished or not _is_child():
+            text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None
+            self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text))
+        # else multiprocessing hides how it ended: only `finish` could have said that it went well
         self.recorder.close(error)
 
 
@@ -119,6 +123,8 @@ def _join(environ: Mapping[str, str] = os.environ) -> Run:
         known = {name: value for name, value in environ.items() if name in Settings.variables()}
         settings = Settings.from_environment(known)
     job = job_name(environ, settings.job)
+    if shares_no_id(environ, settings.job):
+        _say("several nodes, and no id they share: each process is a job of its own. Set HEADWAY_JOB, or --rdzv-id.")
     process = describe(environ, job, clock, node=settings.node, attempt=settings.attempt)
     if settings.disable == "1" or _is_helper():
         return Run(Recorder(Nowhere(), clock), process)
@@ -131,6 +137,11 @@ def _join(environ: Mapping[str, str] = os.environ) -> Run:
     if process.rank == 0:
         _ask_platform(run, settings, environ)
     return run
+
+
+def _is_child() -> bool:
+    module = sys.modules.get("multiprocessing.process")
+    return module is not None and module.parent_process() is not None
 
 
 def _is_helper() -> bool:

@@ -4,7 +4,7 @@ Any tool that claims to measure effective training time can be held to them; eac
 nanosecond.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -475,6 +475,122 @@ def test_a_step_cut_short_by_a_kill_is_lost(story: Story) -> None:
     story.rank(start=110).restored(100).steps(10, each=1.0, first=100).saved(110).finished()
     found = took(story.ledger())
     assert found == {"recover.detection": 9.5, "training.effective": 110, "waste.unsaved_steps": 0.5}
+
+
+def test_a_rank_that_leaves_early_does_not_end_the_training_of_the_others(story: Story) -> None:
+    story.rank(0, of=2).steps(1000, each=1.0).saved(1000).finished()
+    story.rank(1, of=2).steps(10, each=1.0, data=2.0).finished()
+    found = took(story.ledger())
+    assert found["training.effective"] == pytest.approx(1000 - 20, abs=3)
+    assert "shutdown.teardown" not in found
+
+
+def test_a_rank_that_joins_late_is_not_what_the_start_waited_for(story: Story) -> None:
+    story.rank(0, of=2).steps(1000, each=1.0).saved(1000).finished()
+    story.rank(1, of=2, start=500).steps(500, each=1.0, first=500).finished()
+    assert took(story.ledger()) == {"training.effective": 1000}
+
+
+def test_a_wait_for_data_that_is_also_a_span_is_counted_once(story: Story) -> None:
+    rank = story.rank()
+
+    def loader() -> Iterator[int]:
+        for number in range(400):
+            with rank.during("data_wait"):
+                rank.wait(0.5)
+            yield number
+
+    for _ in rank.recorder.steps(loader()):
+        rank.wait(0.5)
+    rank.saved(400).finished()
+    assert took(story.ledger())["training.effective"] == 200
+
+
+def test_a_survivor_that_finishes_its_step_after_the_failure_keeps_its_steps(story: Story) -> None:
+    story.rank(1, of=2).steps(199, each=1.0).wait(0.5).crashed()
+    survivor = story.rank(0, of=2)
+    meter = survivor.recorder.steps_meter
+    meter.open(0)
+    for step in range(200):
+        meter.begin()
+        survivor.wait(1.0)
+        meter.end(step + 1)
+    survivor.saved(200).killed()
+    for rank in (0, 1):
+        story.rank(rank, of=2, start=300).restored(200).steps(50, each=1.0, first=200).saved(250).finished()
+    assert took(story.ledger(), 0)["training.effective"] >= 199 + 50
+
+
+def test_more_ranks_than_before_are_a_new_attempt_whoever_comes_first(story: Story) -> None:
+    for rank in (0, 1):
+        story.rank(rank, of=2).steps(100, each=1.0).saved(100).killed()
+    for rank in (3, 2, 1, 0):
+        again = story.rank(rank, of=4, start=120 - 0.1 * rank).restored(100)
+        again.steps(50, each=1.0, first=100).saved(150).finished()
+    ledger = story.ledger()
+    assert [sorted(attempt.views) for attempt in ledger.attempts] == [[0, 1], [0, 1, 2, 3]]
+    assert counts(ledger) == (150, 0, 0)
+
+
+def test_checkpoints_of_one_program_do_not_keep_the_work_of_another(story: Story) -> None:
+    story.rank(start=0, program="pretrain.py").steps(100, each=1.0).saved(100).finished()
+    story.rank(start=100, program="finetune.py").steps(50, each=1.0).crashed()
+    assert counts(story.ledger()) == (100, 0, 50)
+
+
+def test_a_rank_that_waits_for_data_now_explains_the_stall_of_the_others(story: Story) -> None:
+    waiting = story.rank(1, of=2).steps(100, each=1.0)
+    waiting.recorder.steps_meter.open()
+    stuck = story.rank(0, of=2).steps(100, each=1.0)
+    stuck.dies_in_step()
+    ledger = story.ledger(now=400, alive=(waiting, stuck))
+    assert took(ledger)["waste.data_wait"] == pytest.approx(300, abs=1.5)
+
+
+@pytest.mark.parametrize("case", ["another start", "restored by one", "batch size by one"])
+def test_ranks_that_cut_their_loops_differently_still_train_the_same_steps(story: Story, case: str) -> None:
+    size = 8 if case == "batch size by one" else None
+    whole = story.rank(0, of=2).steps(100, each=1.0, batch_size=size)
+    if case == "restored by one":
+        whole.restored(100)
+    whole.steps(100, each=1.0, first=100, batch_size=size).saved(200).finished()
+    other = story.rank(1, of=2)
+    other.steps(99 if case == "another start" else 100, each=1.0).steps(100, each=1.0, first=100).finished()
+    assert counts(story.ledger()) == (200, 0, 0)
+
+
+def test_an_export_after_a_training_that_ended_well_is_shutdown_not_recovery(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).span("checkpoint_blocking", 5).saved(100).finished()
+    story.rank(start=110, program="export.py").wait(40).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"training.effective": 100, "shutdown.final_checkpoint": 5, "shutdown.teardown": 45}
+    assert len(ledger.attempts) == 1
+
+
+def test_attempts_numbered_by_a_supervisor_are_taken_as_numbered_and_none_is_dropped(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).saved(100).killed()
+    story.rank(start=120, attempt=1).restored(100).steps(50, each=1.0, first=100).saved(150).killed()
+    story.rank(start=200, attempt=1).restored(150).steps(50, each=1.0, first=150).saved(200).finished()
+    ledger = story.ledger()
+    assert len(ledger.attempts) == 3
+    assert counts(ledger) == (200, 0, 0)
+
+
+def test_a_rank_that_died_while_others_run_is_told(story: Story) -> None:
+    story.rank(1, of=2).steps(100, each=1.0).killed(seen=True)
+    stuck = story.rank(0, of=2).steps(100, each=1.0)
+    stuck.dies_in_step()
+    ledger = story.ledger(now=400, alive=(stuck,))
+    assert any("rank 1 is gone since 100 s" in note for note in ledger.notes)
+    assert took(ledger, 1)["recover.detection"] == 300
+
+
+def test_a_preparation_on_several_hosts_is_part_of_the_job(story: Story) -> None:
+    for rank, boot in enumerate("ab"):
+        story.rank(rank, of=2, start=0, boot=boot, program="prepare.py").wait(30).finished()
+        told = story.rank(rank, of=2, start=40, boot=boot).span("process_group_init", 5)
+        told.steps(100, each=1.0).saved(100).finished()
+    assert story.ledger().wall_ns == 145e9
 
 
 # --- clocks --------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ _REMEDIES = (
     _Remedy(
         "save checkpoints in the background",
         "torch.distributed.checkpoint.async_save(state, async_stager=stager), one stager kept for all saves",
-        (Bucket.WASTE_CHECKPOINT_BLOCKING,),
+        (Bucket.WASTE_CHECKPOINT_BLOCKING, Bucket.SHUTDOWN_FINAL_CHECKPOINT),
     ),
     _Remedy(
         "evaluate less often, or on another machine",
@@ -125,7 +125,7 @@ _REMEDIES = (
     _Remedy(
         "leave as soon as the work is done",
         "torch.distributed.destroy_process_group(); run.finish()",
-        (Bucket.SHUTDOWN_TEARDOWN, Bucket.SHUTDOWN_FINAL_CHECKPOINT),
+        (Bucket.SHUTDOWN_TEARDOWN,),
     ),
     _Remedy(
         "say what the job does between its loops",
@@ -174,7 +174,7 @@ def _checkpoint_interval(ledger: Ledger) -> Advice | None:
     lost_ns = buckets[Bucket.WASTE_REPEATED_STEPS]
     blocked_ns = buckets[Bucket.WASTE_CHECKPOINT_BLOCKING]
     failures = len(ledger.failures)
-    if not saves or not failures or not loop_ns:
+    if not saves or not failures or not loop_ns or not blocked_ns:
         return None
     cost_s, rate = blocked_ns / saves / 1e9, failures / (loop_ns / 1e9)
     best_s = max(math.sqrt(2 * cost_s / rate), 1.0)

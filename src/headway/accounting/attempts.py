@@ -6,7 +6,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from headway.accounting.rules import Stint
-from headway.accounting.timeline import Piece, Timeline
+from headway.accounting.timeline import Piece, RankStint, Timeline
 from headway.events.vocabulary import Activity, Process, Scheduled
 
 CLOCK_TOLERANCE_NS = 250_000_000
@@ -33,6 +33,8 @@ class Member:
     alive: bool = False
     lost: bool = False
     """It lived when its node was last heard of, and the node was not heard of again."""
+    joint: list[int] = field(default_factory=list)
+    """For each of its stints, which of the attempt's it is part of."""
 
     @property
     def begin_ns(self) -> int:
@@ -79,6 +81,8 @@ class Attempt:
     alive: bool = False
     prepared_ns: int | None = None
     """When a script that only prepared the training started, if one did."""
+    followed: list[Member] = field(default_factory=list)
+    """Scripts that ran after the training had ended well and did not train: exports, evaluations."""
     stints: list[Stint] = field(default_factory=list)
 
     @property
@@ -101,7 +105,7 @@ class Attempt:
     @property
     def left_ns(self) -> int:
         """The last sign of any of its processes."""
-        return max(member.last_sign_ns for member in self.members.values())
+        return max(member.last_sign_ns for member in (*self.members.values(), *self.followed))
 
     @property
     def is_witnessed(self) -> bool:
@@ -144,18 +148,21 @@ def _boot_offsets(timelines: Iterable[Timeline]) -> dict[str, int]:
 
 def _group(members: list[Member]) -> list[Attempt]:
     members = sorted(members, key=lambda m: (m.begin_ns, m.process.rank, m.name))
-    numbered = [m for m in members if m.process.attempt is not None]
-    if numbered:
-        groups: dict[int, Attempt] = {}
-        for member in numbered:
-            number = member.process.attempt or 0
-            groups.setdefault(number, Attempt(number)).members[member.process.rank] = member
-        ordered = [groups[number] for number in sorted(groups)]
-    else:
-        ordered = _group_by_turn(members) or _group_by_time(members)
+    ordered = _group_by_number(members) or _group_by_turn(members) or _group_by_time(members)
     for number, attempt in enumerate(ordered):
         attempt.number = number
     return ordered
+
+
+def _group_by_number(members: list[Member]) -> list[Attempt]:
+    """Where a supervisor numbered all attempts, and each rank once in each: as it says."""
+    groups: dict[int, Attempt] = {}
+    for member in members:
+        number, rank = member.process.attempt, member.process.rank
+        if number is None or rank in groups.setdefault(number, Attempt(number)).members:
+            return []
+        groups[number].members[rank] = member
+    return [groups[number] for number in sorted(groups)]
 
 
 def _group_by_time(members: list[Member]) -> list[Attempt]:
@@ -165,14 +172,19 @@ def _group_by_time(members: list[Member]) -> list[Attempt]:
     for member in members:
         process = member.process
         earlier = attempts[-1].members.get(process.rank) if attempts else None
+        if earlier is not None and _follows(earlier, member):
+            attempts[-1].followed.append(member)
+            continue
         again = earlier is not None and _starts_again(earlier, member)
-        relaunched = bool(process.launch) and launches.get(process.node, process.launch) != process.launch
-        if not attempts or again or (relaunched and earlier is None):
+        launch = process.launch if process.attempt is None else f"attempt {process.attempt}"
+        relaunched = bool(launch) and launches.get(process.node, launch) != launch
+        resized = bool(attempts) and process.world_size != attempts[-1].world_size and _has_tried(attempts[-1])
+        if not attempts or again or ((relaunched or resized) and earlier is None):
             attempts.append(Attempt(len(attempts)))
             launches = {}
         elif earlier is not None:
             attempts[-1].prepared_ns = attempts[-1].first_start_ns
-        launches[process.node] = process.launch
+        launches[process.node] = launch
         attempts[-1].members[process.rank] = member
     return attempts
 
@@ -180,16 +192,31 @@ def _group_by_time(members: list[Member]) -> list[Attempt]:
 def _group_by_turn(members: list[Member]) -> list[Attempt]:
     """Where several hosts' clocks may disagree and every rank started equally often: each rank's n-th start."""
     turns: dict[int, list[Member]] = {}
+    prepared: dict[int, int] = {}
     for member in members:
         mine = turns.setdefault(member.process.rank, [])
         if mine and not _starts_again(mine[-1], member):
+            prepared[len(mine) - 1] = min(prepared.get(len(mine) - 1, mine[-1].begin_ns), mine[-1].begin_ns)
             mine[-1] = member
         else:
             mine.append(member)
     counts = {len(mine) for mine in turns.values()}
     if len({m.process.boot for m in members}) == 1 or len(counts) != 1:
         return []
-    return [Attempt(turn, {rank: turns[rank][turn] for rank in sorted(turns)}) for turn in range(counts.pop())]
+    return [
+        Attempt(turn, {rank: turns[rank][turn] for rank in sorted(turns)}, prepared_ns=prepared.get(turn))
+        for turn in range(counts.pop())
+    ]
+
+
+def _has_tried(attempt: Attempt) -> bool:
+    return any(m.timeline.stints or not m.is_clean for m in attempt.members.values() if not m.alive)
+
+
+def _follows(earlier: Member, later: Member) -> bool:
+    """Whether `later` is work after a training that ended well: another script, which does not train."""
+    trained = earlier.timeline.stints and not later.timeline.stints
+    return bool(trained) and earlier.is_clean and earlier.process.program != later.process.program
 
 
 def _starts_again(earlier: Member, later: Member) -> bool:
@@ -228,7 +255,7 @@ def _align_hosts(attempts: list[Attempt]) -> None:
 def _set_ends(attempts: list[Attempt], now: Instant) -> None:
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
         members = attempt.members.values()
-        attempt.alive = following is None and any(member.alive for member in members)
+        attempt.alive = following is None and any(member.alive for member in (*members, *attempt.followed))
         if attempt.number == 0:
             attempt.begin_ns = _job_begin(attempt)
         _set_failure(attempt)
@@ -357,33 +384,40 @@ def _overlay(strong: list[Piece], weak: list[Piece]) -> list[Piece]:
 
 
 def _stints(attempt: Attempt) -> list[Stint]:
-    """The attempt's stints: each rank's n-th taken together, since ranks train the same steps."""
+    """The attempt's stints, each rank's taken together with those of others that reach the same steps."""
     together: list[Stint] = []
     for rank in sorted(attempt.members):
         member = attempt.members[rank]
-        stints = [*member.timeline.stints[:-1]]
-        newest = member.timeline.open_stint()
-        if newest is not None:
-            if member.timeline.stints and newest.first != member.timeline.stints[-1].first:
-                stints.append(member.timeline.stints[-1])
-            stints.append(newest)
-        for at, stint in enumerate(stints):
-            samples = stint.batch_size and stint.batch_size * member.process.world_size
-            if at == len(together):
-                together.append(Stint(member.process.program, stint.first, stint.next, samples))
-                together[at].restored, together[at].saved = stint.restored, stint.saved
-                continue
-            joint = together[at]
+        member.joint, place, reached = [], 0, 0
+        for stint in _all_stints(member.timeline):
+            place += stint.first < reached  # it went back: what it now reaches it has reached before
+            reached = stint.next
+            while place < len(together) and not _touch(together[place], stint):
+                place += 1
+            if place == len(together):
+                together.append(Stint(member.process.program, stint.first, stint.next, _samples(stint, member)))
+                together[place].restored = stint.restored
+            joint = together[place]
             joint.first, joint.next = min(joint.first, stint.first), max(joint.next, stint.next)
-            joint.samples = joint.samples and samples
-            joint.restored = _least(joint.restored, stint.restored)
-            joint.saved = _most(joint.saved, stint.saved)
+            joint.samples = joint.samples if joint.samples == _samples(stint, member) else None
+            joint.saved = stint.saved if joint.saved is None else max(joint.saved, stint.saved or 0)
+            if stint.restored is not None and stint.first == joint.first:
+                joint.restored = min(stint.restored, joint.restored or stint.restored)
+            member.joint.append(place)
     return together
 
 
-def _least(a: int | None, b: int | None) -> int | None:
-    return min((x for x in (a, b) if x is not None), default=None)
+def _all_stints(timeline: Timeline) -> list[RankStint]:
+    newest = timeline.open_stint()
+    if newest is None:
+        return timeline.stints
+    known = timeline.stints[:-1] if timeline.stints and newest.first == timeline.stints[-1].first else timeline.stints
+    return [*known, newest]
 
 
-def _most(a: int | None, b: int | None) -> int | None:
-    return max((x for x in (a, b) if x is not None), default=None)
+def _touch(joint: Stint, stint: RankStint) -> bool:
+    return joint.first <= stint.next and stint.first <= joint.next
+
+
+def _samples(stint: RankStint, member: Member) -> int | None:
+    return stint.batch_size and stint.batch_size * member.process.world_size

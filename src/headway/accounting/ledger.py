@@ -16,7 +16,7 @@ from headway.accounting.rollup import Load, restore
 from headway.accounting.rules import OTHER, Bucket, Key, Lineage, Loop, Part, StallRule, bucket, label_steps
 from headway.accounting.timeline import Piece, Timeline, cut
 from headway.events.journal import Batch, Cell
-from headway.events.vocabulary import STAGES, Record
+from headway.events.vocabulary import STAGES, Activity, Record
 
 Sums = dict[Key, int]
 Labels = list[tuple[float, float, Bucket]]
@@ -95,14 +95,23 @@ class JobAccounts:
             missing = sorted(set(range(attempt.world_size)) - set(attempt.members))
             if missing:
                 notes.append(f"attempt {attempt.number}: no journal of rank {_ranks(missing)} of {attempt.world_size}")
+            for rank, member in sorted(attempt.members.items()):
+                if attempt.alive and not member.alive and not member.is_clean:
+                    since = (member.last_sign_ns - attempts[0].begin_ns) / 1e9
+                    notes.append(f"rank {rank} is gone since {since:.0f} s into the job, while others still run")
             for node in sorted({m.process.node for m in attempt.members.values() if m.lost and not m.is_clean}):
                 gone = sorted(rank for rank, m in attempt.members.items() if m.process.node == node)
                 notes.append(f"attempt {attempt.number}: node {node} (rank {_ranks(gone)}) was not heard of again")
             if following and any(_outlived(m, following) for m in attempt.members.values()):
                 notes.append(
                     f"attempt {attempt.number} still ran when attempt {following.number} began: two jobs seem to share "
-                    f"this id. Give each its own with --job or HEADWAY_JOB."
+                    f"this id. Give each its own with HEADWAY_JOB."
                 )
+        boots = {m.process.boot for a in attempts for m in a.members.values()}
+        if len(boots) > 1 and not all(m.timeline.group_ready_ns for a in attempts for m in a.members.values()):
+            notes.append(
+                "hosts are placed by their wall clocks: some ranks recorded no process_group_init to check them"
+            )
         if attempts[0].scheduled is None:
             notes.append("scheduling and hardware setup unknown: no scheduler's timestamps (see HEADWAY_ELIGIBLE)")
         lost = sum(timeline.dropped for timeline in self._timelines.values())
@@ -134,12 +143,14 @@ class RankView:
 
     def __init__(self, attempt: Attempt, member: Member, is_last: bool, gap: list[Piece], labels: list[Labels]) -> None:
         self.attempt, self.member, self.is_last = attempt, member, is_last
-        self._gap, self._labels = gap, labels
+        self._gap = gap
+        self._labels = [labels[joint] for joint in member.joint]
         timeline = member.timeline
         # A process that vanished was at whatever it was last seen at until its attempt failed.
         vanished = not member.is_clean and timeline.gone is None and timeline.ended is None
         self.end_ns = attempt.end_ns if member.alive or vanished else max(member.last_sign_ns, member.begin_ns)
-        self._look = look = timeline.look(self.end_ns - member.offset_ns, member.alive)
+        seen_ns = max(self.end_ns, member.last_sign_ns)  # a run in the cell may end after the attempt did: laid whole
+        self._look = look = timeline.look(seen_ns - member.offset_ns, member.alive)
         trained = timeline.first_step is not None
         finishing = timeline.ended is not None or not member.alive
         tail = Part.INIT if not trained else Part.TAIL if finishing else Part.LOOP
@@ -147,7 +158,7 @@ class RankView:
         self._parts = ((look.init, Part.INIT), (look.open_run, open_run), (look.tail, tail))
         offset = member.offset_ns
         self.first_step_end_ns = timeline.first_step[1] + offset if timeline.first_step else None
-        last_steps = [p.end_ns + offset for p in look.open_run if isinstance(p.what, Loop)][-1:]
+        last_steps = [p.end_ns + offset for p in look.open_run][-1:]
         if timeline.last_step_ns is not None:
             last_steps.append(timeline.last_step_ns + offset)
         self.last_step_end_ns = max(last_steps, default=None)
@@ -176,7 +187,7 @@ class RankView:
                     self._add_piece(sums, cut(piece, begin, end), part)
         self._add_loop(sums, begin, end)
         if end_ns > self.end_ns:
-            key = self._key("", Part.TAIL)
+            key = self._after()
             sums[key] = sums.get(key, 0) + end_ns - max(begin_ns, self.end_ns)
         return sums
 
@@ -200,8 +211,13 @@ class RankView:
                 result.append((low, low + ns, key))
                 low += ns
         if self.end_ns < end:
-            result.append((max(self.end_ns, begin), end, self._key("", Part.TAIL)))
+            result.append((max(self.end_ns, begin), end, self._after()))
         return result
+
+    def stalls(self) -> list[tuple[int, int]]:
+        """When this rank stalled."""
+        pieces, offset = (*self._look.loop.items, *self._look.open_run), self.member.offset_ns
+        return [(p.begin_ns + offset, p.end_ns + offset) for p in pieces if p.what is Loop.STALL]
 
     def bars(self) -> list[tuple[str, int, int, int]]:
         """Every span as recorded: name, thread, begin and end in job time."""
@@ -240,6 +256,11 @@ class RankView:
                 if high > begin and low < end and (what is Loop.STEP or what is Loop.CUT_STEP):
                     took += min(high, end) - max(low, begin)
         return took
+
+    def _after(self) -> Key:
+        """What the time behind this rank's end is: nobody has noticed yet that it died, or it waits for the others."""
+        unnoticed = self.attempt.alive and not self.member.is_clean
+        return self._key(Activity.DETECTION if unnoticed else "", Part.TAIL)
 
     def _key(self, what: str, part: Part) -> Key:
         return _bucket(what, part, self.attempt.number == 0, self.is_last)
@@ -353,7 +374,8 @@ class _Assembly:
 
 
 def _stitch(ledger: AttemptLedger) -> AttemptLedger:
-    """The job's time in one attempt, from the ranks that determined it."""
+    """The job's time in one attempt, from the ranks that determined it: `begin` to `started` from the critical one,
+    `started` to `stopped` from the slowest, `stopped` to `end` from the last one out."""
     attempt, views = ledger.attempt, ledger.views
     begin, end = attempt.begin_ns, attempt.end_ns
     trained = [rank for rank, view in views.items() if view.first_step_end_ns is not None]
@@ -362,16 +384,30 @@ def _stitch(ledger: AttemptLedger) -> AttemptLedger:
         ledger.sums = views[ledger.critical_rank].sums(begin, end)
         ledger.recovering_ns = (_recovering(ledger.sums), 0)
         return ledger
-    first = ledger.critical_rank = max(trained, key=lambda rank: (views[rank].waited_for_ns, -rank))
-    slow = ledger.slowest_rank = max(trained, key=lambda rank: (views[rank].lost_in_loop_ns, -rank))
-    last = max(views, key=lambda rank: (views[rank].end_ns, -rank))
-    started = min(max(views[first].first_step_end_ns or begin, begin), end)
+    began = min(views[rank].first_step_end_ns or 0 for rank in trained)
+    in_time = [rank for rank in trained if views[rank].member.begin_ns < began]  # nobody waited for who joined later
+    critical = max(in_time or trained, key=lambda rank: (views[rank].waited_for_ns, -rank))
+    last_out = max(views, key=lambda rank: (views[rank].end_ns, -rank))
+    started = min(max(views[critical].first_step_end_ns or begin, begin), end)
     stopped = max((views[rank].last_step_end_ns or begin for rank in trained), default=begin)
     stopped = min(max(stopped, started), end)
-    before = views[first].sums(begin, started)
-    after = _total((_explained(views, slow, started, stopped), views[last].sums(stopped, end)))
+    before = views[critical].sums(begin, started)
+    by_loss = sorted(trained, key=lambda rank: (-views[rank].lost_in_loop_ns, rank))
+    after = _total((_loop_sums(views, by_loss, started, stopped), views[last_out].sums(stopped, end)))
+    ledger.critical_rank, ledger.slowest_rank = critical, by_loss[0]
     ledger.sums, ledger.recovering_ns = _total((before, after)), (_recovering(before), _recovering(after))
     return ledger
+
+
+def _loop_sums(views: dict[int, RankView], by_loss: list[int], begin: int, end: int) -> Sums:
+    """The loop's time, from the rank that lost most; when that one leaves, from the next of those that are left."""
+    parts, at = [], begin
+    for rank in by_loss:
+        until = min(views[rank].last_step_end_ns or at, end)
+        if until > at:
+            parts.append(_explained(views, rank, at, until))
+            at = until
+    return _total(parts)
 
 
 def _explained(views: dict[int, RankView], slow: int, begin: int, end: int) -> Sums:
@@ -380,10 +416,8 @@ def _explained(views: dict[int, RankView], slow: int, begin: int, end: int) -> S
     stall: Key = (Bucket.WASTE_STALL, "")
     if not sums.get(stall) or len(views) == 1:
         return sums
-    offset = views[slow].member.offset_ns
-    loop = views[slow]._look.loop.items
-    for piece in (p for p in loop if p.what is Loop.STALL):
-        low, high = max(piece.begin_ns + offset, begin), min(piece.end_ns + offset, end)
+    for low, high in views[slow].stalls():
+        low, high = max(low, begin), min(high, end)
         left = high - low
         for rank, view in views.items():
             if rank == slow or left <= 0:
@@ -466,12 +500,9 @@ class Ledger:
 
     @property
     def slowest_rank(self) -> int | None:
-        """The rank that trained least, over the attempts it was part of."""
-        trained: dict[int, int] = {}
-        for attempt in self.attempts:
-            for rank, view in attempt.views.items():
-                trained[rank] = trained.get(rank, 0) + view.step_ns
-        return min(trained, key=lambda rank: (trained[rank], rank)) if any(trained.values()) else None
+        """The slowest rank of the attempt that trained longest."""
+        trained = [attempt for attempt in self.attempts if attempt.slowest_rank is not None]
+        return max(trained, key=lambda attempt: attempt.wall_ns).slowest_rank if trained else None
 
     def rank_sums(self, rank: int) -> Sums:
         """One rank's time; an attempt it should have been part of and was not is unattributed."""

@@ -70,10 +70,9 @@ _PRECEDENCE: tuple[tuple[str, ...], ...] = (
     (Activity.CHECKPOINT_BLOCKING,),
     (Activity.CHECKPOINT_RESTORE,),
     (Activity.PT2_COMPILATION,),
-    (Loop.STALL,),
     (Activity.DATA_WAIT, Activity.DATA_SKIP),
     (Activity.EVALUATION, Activity.PUBLISH),
-    (Loop.STEP, Loop.CUT_STEP),
+    (Loop.STALL, Loop.STEP, Loop.CUT_STEP),  # a stall is what no span explains, so it only ever has a step's own time
     STAGES,
     (Activity.LAUNCHER_INIT,),
     (NOTHING,),
@@ -277,41 +276,42 @@ def label_steps(stints: Sequence[Stint], *, ended: bool, failed: bool) -> Lineag
     """
     in_samples = all(stint.samples for stint in stints)
     covered: dict[str, Intervals] = {}
-    alive: dict[str, Intervals] = {}
+    in_weights: dict[str, Intervals] = {}
     placed: list[tuple[Stint, float, float]] = []
-    kept: float | None = None
-    any_saved = any(stint.saved is not None for stint in stints)
+    kept: dict[str, float] = {}
+    saving = {stint.program for stint in stints if stint.saved is not None}
     fresh: list[Intervals] = []
     for stint in stints:
         scale = float(stint.samples or 1) if in_samples else 1.0
         base = _position(stint, stint.first, placed, scale)
         back_to = base
         if stint.restored is not None:
-            back_to = kept = _position(stint, stint.restored, placed, scale)
+            back_to = kept[stint.program] = _position(stint, stint.restored, placed, scale)
         span = (base, base + (stint.next - stint.first) * scale)
         placed.append((stint, base, scale))
         seen = covered.setdefault(stint.program, [])
         fresh.append(_minus([span], seen))
-        alive[stint.program] = _union(_below(alive.get(stint.program, []), back_to), span)
+        in_weights[stint.program] = _union(_below(in_weights.get(stint.program, []), back_to), span)
         covered[stint.program] = _union(seen, span)
         if stint.saved is not None:
-            kept = base + (stint.saved - stint.first) * scale
+            kept[stint.program] = base + (stint.saved - stint.first) * scale
     if ended and stints:
-        program = stints[-1].program
-        if any_saved and kept is not None:
-            alive[program] = _below(alive[program], kept)
-        elif failed:
-            alive[program] = []
-    return _lineage(placed, fresh, alive)
+        for program in saving:
+            in_weights[program] = _below(in_weights[program], kept[program])
+        if failed and stints[-1].program not in saving:
+            in_weights[stints[-1].program] = []
+    return _lineage(placed, fresh, in_weights)
 
 
-def _lineage(placed: list[tuple[Stint, float, float]], fresh: list[Intervals], alive: dict[str, Intervals]) -> Lineage:
+def _lineage(
+    placed: list[tuple[Stint, float, float]], fresh: list[Intervals], in_weights: dict[str, Intervals]
+) -> Lineage:
     labels, counts = (
         [],
         dict.fromkeys((Bucket.TRAINING_EFFECTIVE, Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_UNSAVED_STEPS), 0.0),
     )
     for (stint, base, scale), new in zip(placed, fresh, strict=True):
-        kept = _minus(new, _minus(new, alive[stint.program]))
+        kept = _minus(new, _minus(new, in_weights[stint.program]))
         cuts = sorted(
             [(a, b, Bucket.TRAINING_EFFECTIVE) for a, b in kept]
             + [(a, b, Bucket.WASTE_UNSAVED_STEPS) for a, b in _minus(new, kept)]

@@ -36,13 +36,13 @@ def describe(
         role=role,
         rank=_number(environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
         local_rank=_number(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        world_size=max(1, _number(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
+        world_size=max(1, _number(environ, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
         started_ns=clock.process_started_ns(pid) or now,
         launcher=launcher,
         launcher_started_ns=launched,
         launch=_launch(environ, launcher),
         attempt=int(attempt) if attempt.isdecimal() else None,
-        program=clean_text(sys.argv[0] if sys.argv else ""),
+        program=clean_text(_program()),
         command=command_line(sys.orig_argv),
     )
 
@@ -70,6 +70,12 @@ def job_name(environ: Mapping[str, str], given: str = "") -> str:
     return f"{script}-{os.urandom(4).hex()}"
 
 
+def shares_no_id(environ: Mapping[str, str], given: str = "") -> bool:
+    """Whether this job has several nodes, and nothing that would tell them they belong together."""
+    named = given or environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
+    return not named and environ.get("GROUP_WORLD_SIZE", "1") != "1"
+
+
 def command_line(argv: Sequence[str]) -> str:
     """The command, with what looks like a secret blanked."""
     words, blank_next = [], False
@@ -88,6 +94,12 @@ def _is_secret(name: str) -> bool:
     """Whether a name like `--api-key`, `wandbToken` or `DB_PASSWORD` promises a secret."""
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name).lower()
     return not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", spaced))
+
+
+def _program() -> str:
+    """The script's or module's name; where it lies may change from one attempt to the next."""
+    path = Path(sys.argv[0] if sys.argv else "")
+    return path.parent.name if path.name == "__main__.py" else path.name
 
 
 def _launcher(environ: Mapping[str, str], clock: Clock) -> tuple[str, int | None]:

@@ -157,7 +157,7 @@ class StepMeter:
     """
 
     __slots__ = ("_begin", "_cell", "_count", "_data", "_end", "_first", "_left", "_limit", "_mark", "_next", "_now",
-                 "_open", "_recorder", "_since", "_undo", "_unlike")  # fmt: skip
+                 "_open", "_recorder", "_since", "_spans", "_undo", "_unlike")  # fmt: skip
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
@@ -170,6 +170,7 @@ class StepMeter:
         self._unlike: list[int] = []
         self._left: tuple[CodeType, int] | None = None
         self._undo = (0, 0, 0, 0)
+        self._spans = 0
 
     def open(self, first: int | None = None, batch_size: int | None = None) -> int:
         """A loop begins, at step `first` (by default after the last one). Returns the number of its first step."""
@@ -190,13 +191,17 @@ class StepMeter:
     def begin(self) -> None:
         """The step's data has arrived."""
         self._since = since = self._now()
+        if self._recorder._span != self._spans:
+            self._spans = -1  # a span began in the wait: its place matters, so the step is a run of its own
         self._cell.write(self._first, self._next, self._begin, self._end, self._data, self._count, since)
 
     def end(self, next: int) -> None:
         """The step is done; the next one has number `next` and now waits for its data."""
         now = self._now()
         unlike = now - self._end > self._limit
-        if unlike and self._count:
+        alone = self._spans < 0
+        self._spans = self._recorder._span
+        if (unlike or alone) and self._count:
             self._write_run()
         self._data += self._since - self._end
         self._count = count = self._count + 1
@@ -204,6 +209,8 @@ class StepMeter:
         self._next = next
         if unlike or count >= RUN_LIMIT:
             self._adapt(now - self._begin, unlike)
+            self._write_run()
+        elif alone:
             self._write_run()
         self._cell.write(self._first, next, self._begin, now, self._data, self._count, 0)
 
@@ -236,6 +243,11 @@ class StepMeter:
         self._data += self._since - self._end
         self._count, self._end, self._next = self._count + 1, self._now(), next
         self._store(-1)
+
+    def settle(self) -> None:
+        """The loop is over, unless it was left inside a step that may yet prove undone."""
+        if not self._left:
+            self.close()
 
     def finish(self, error: BaseException | None) -> None:
         """The process ends. If by an exception that left the loop, the step it was in was not done."""

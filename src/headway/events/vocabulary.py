@@ -252,8 +252,7 @@ Packed = Name | SpanBegin | SpanEnd | StepRun
 Record = Packed | Process | ProcessEnd | ProcessGone | Scheduled | LoopBegin | Saved | Restored | Mark | Dropped
 
 _JSON_KINDS: dict[int, type] = {
-    kind.KIND: kind
-    for kind in (Process, ProcessEnd, ProcessGone, Scheduled, LoopBegin, Saved, Restored, Mark, Dropped)
+    kind.KIND: kind for kind in (Process, ProcessEnd, ProcessGone, Scheduled, LoopBegin, Saved, Restored, Mark, Dropped)
 }
 
 
