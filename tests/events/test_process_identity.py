@@ -131,7 +131,7 @@ def test_a_new_job_is_named_after_its_script(monkeypatch: pytest.MonkeyPatch, ar
     [
         ({}, 0, 0, 1),
         ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "SLURM_PROCID": "2"}, 5, 1, 8),
-        ({"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NTASKS": "4"}, 2, 2, 4),
+        ({"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_TASKS": "4"}, 2, 2, 4),
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, 3, 1, 4),
         ({"RANK": "", "LOCAL_RANK": "one", "WORLD_SIZE": "-3"}, 0, 0, 1),
     ],

@@ -4,9 +4,9 @@ In come records, in any number and as they are written. Out comes a `Ledger` who
 to the nanosecond, and what to do about the largest of them. This room reads no file, no clock and no environment: the
 same records give the same ledger everywhere.
 
+    rules      which bucket time goes to, what a stall is, which steps were new
     timeline   one process: records folded into pieces of time that do not overlap
     attempts   which processes ran together, on one time axis, and when each attempt began and failed
-    rules      which bucket a piece goes to, what a stall is, which steps were new
     rollup     a finished process's timeline in a kilobyte
     ledger     ranks, attempts and the job, from the pieces and the rules
     advice     fixes, ranked by the points each would give back

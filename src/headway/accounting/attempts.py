@@ -327,7 +327,10 @@ class Gap:
         self._launchers = {m.process.launcher for m in witnessed} - {""}
 
     def before(self, member: Member) -> list[Piece]:
-        """What the time from the attempt's begin to the start of this process was spent on."""
+        """What the time from the attempt's begin to the start of this process was spent on.
+
+        Milestones say since when what was done, each until the next. One that lies before an earlier one takes no time.
+        """
         attempt, process, start = self._attempt, member.process, member.begin_ns
         launched = process.launcher_started_ns
         launched_ns = start if launched is None else min(launched + member.offset_ns, start)

@@ -171,6 +171,7 @@ class Timeline:
         self.last_ns = 0
         """The process's last sign of life in its own journal."""
         self.first_step: tuple[int, int] | None = None
+        """When the first step began to wait for its data, and when it was done."""
         self.first_step_ns = 0
         """Net time of the first step, as recorded."""
         self.last_step_ns: int | None = None
@@ -183,6 +184,8 @@ class Timeline:
         self._rule = rule or StallRule()
         self._pace = Pace()
         self._names: dict[int, str] = {}
+        # Spans cut time into `_pending` pieces, up to `_at`; from there on it belongs to `_winner`. A step run takes the
+        # pending pieces inside it and settles them. `_floor` is the end of what is settled: nothing before it changes.
         self._open: dict[int, Activity] = {}
         self._spans: list[tuple[SpanBegin, int]] = []
         self._open_spans: dict[int, SpanBegin] = {}

@@ -15,7 +15,7 @@ from headway.observe.terminal import render
 @click.argument("job", required=False)
 @click.option("--interval", default=1.0, show_default=True, help="Seconds between two looks.")
 def watch(job: str | None, interval: float) -> None:
-    """Follow JOB live, until it ends or you press Ctrl-C."""
+    """Follow JOB live, until it ends well or you press Ctrl-C."""
     source = open_job(job)
     console = Console()
     with Live(console=console, auto_refresh=False, screen=False, vertical_overflow="crop") as live:

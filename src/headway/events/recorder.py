@@ -1,7 +1,7 @@
 """What a process says about itself: spans, marks and steps, written to its journal as they happen.
 
-The calls a training loop makes (`span`, `steps`) cost about a microsecond and never raise: a record that cannot be
-written is counted as lost, and the job goes on.
+The calls a training loop makes cost a microsecond (a step) or three (a span) and never raise for the journal's sake: a
+record that cannot be written is counted as lost, and the job goes on.
 """
 
 import itertools

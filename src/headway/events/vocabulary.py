@@ -120,7 +120,9 @@ class StepRun:
     KIND: ClassVar[int] = 4
     LAYOUT: ClassVar[struct.Struct] = struct.Struct("<BxHIqqqqq")
     flags: int
+    """0: room for later."""
     count: int
+    """Steps measured; fewer than `next - first` where the loop counts several as one."""
     first: int
     next: int
     begin_ns: int
