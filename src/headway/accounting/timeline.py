@@ -184,8 +184,8 @@ class Timeline:
         self._rule = rule or StallRule()
         self._pace = Pace()
         self._names: dict[int, str] = {}
-        # Spans cut time into `_pending` pieces, up to `_at`; from there on it belongs to `_winner`. A step run takes the
-        # pending pieces inside it and settles them. `_floor` is the end of what is settled: nothing before it changes.
+        # Spans cut time into `_pending` pieces, up to `_at`; from there on it belongs to `_winner`. A step run takes
+        # the pending pieces inside it and settles them. `_floor` is the end of what is settled: it never changes.
         self._open: dict[int, Activity] = {}
         self._spans: list[tuple[SpanBegin, int]] = []
         self._open_spans: dict[int, SpanBegin] = {}

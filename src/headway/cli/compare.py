@@ -16,7 +16,7 @@ from headway.observe.terminal import render_comparison
 @click.option("--json", "as_json", is_flag=True, help="Print both reports and their difference as JSON.")
 def compare(a: str, b: str, as_json: bool) -> None:
     """Show where job B spent more or less of its time than job A."""
-    first, second = (summary(open_job(name).ledger()) for name in (a, b))
+    first, second = (summary(open_job(name).ledger(), rank_ledgers=as_json) for name in (a, b))
     if not as_json:
         Console().print(render_comparison(first, second))
         return

@@ -27,7 +27,7 @@ def report(
     """Show where JOB's time went, and which fixes would give most of it back."""
     ledger = open_job(job).ledger()
     _check(ledger, attempt, rank)
-    told = summary(ledger, attempt, rank)
+    told = summary(ledger, attempt, rank, rank_ledgers=as_json or html is not None)
     if html is not None:
         from headway.observe.html import page
 

@@ -21,7 +21,7 @@ def watch(job: str | None, interval: float) -> None:
     with Live(console=console, auto_refresh=False, screen=False, vertical_overflow="crop") as live:
         try:
             while True:
-                told = summary(source.ledger())
+                told = summary(source.ledger(), rank_ledgers=False)
                 live.update(render(told), refresh=True)
                 if told["state"] == "ended":
                     return

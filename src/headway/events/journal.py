@@ -32,6 +32,7 @@ FRAME_LIMIT_BYTES = 1 << 20
 
 _FRAME = struct.Struct("<II")
 _pack_u32 = struct.Struct("<I").pack
+_HEADS = [_pack_u32(length) for length in range(64)]
 _CELL = struct.Struct("<QqqqqqqqQ")
 _SLOTS = (64, 192)
 _RETRY_NS = 1_000_000_000
@@ -66,6 +67,7 @@ class Writer:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._show_life()
         self._lock = threading.RLock()
+        self._acquire, self._release = self._lock.acquire, self._lock.release
         self._retry_at_ns = 0
         self._size = 0
         self._room_until = 0
@@ -86,11 +88,10 @@ class Writer:
         `loss` records count as lost."""
         length = len(payload)
         size = length + 11 & ~3
-        head = _pack_u32(length)
+        head = _HEADS[length] if length < 64 else _pack_u32(length)
         body = _pack_u32(crc32(payload)) + payload
-        lock = self._lock
         try:
-            lock.acquire()  # inside `try`: a signal handler that raises right after it must not leave it locked
+            self._acquire()  # inside `try`: a signal handler that raises right after it must not leave it locked
             while self._end + size > self._room_until:
                 if not self._make_room(size):
                     self.lost += loss
@@ -113,7 +114,7 @@ class Writer:
                 return False
         finally:
             try:
-                lock.release()
+                self._release()
             except RuntimeError:  # a signal handler raised while this waited for the lock
                 pass
 

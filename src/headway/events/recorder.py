@@ -41,6 +41,7 @@ UNLIKE_LIMIT = 16
 FIRST_STEPS = 4
 """This many first steps are runs of their own: enough to tell a typical step from the warm-up before it."""
 
+_BEGIN, _END = SpanBegin.KIND, SpanEnd.KIND
 _pack_begin = SpanBegin.LAYOUT.pack
 _pack_end = SpanEnd.LAYOUT.pack
 _pack_run = StepRun.LAYOUT.pack
@@ -139,14 +140,14 @@ class Span:
         if self._attrs:
             recorder.record(SpanBegin(self._name, span, thread, recorder.now_ns(), self._attrs))
         else:
-            recorder._append(_pack_begin(SpanBegin.KIND, self._name, span, thread, recorder.now_ns()))
+            recorder._append(_pack_begin(_BEGIN, self._name, span, thread, recorder.now_ns()))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         recorder = self._recorder
-        recorder._append(_pack_end(SpanEnd.KIND, kind is not None, self._span, recorder.now_ns()))
+        recorder._append(_pack_end(_END, kind is not None, self._span, recorder.now_ns()))
 
 
 class StepMeter:

@@ -7,8 +7,13 @@ from headway.accounting.ledger import AttemptLedger, Ledger, Sums, by_bucket, by
 from headway.accounting.rules import Bucket
 
 
-def summary(ledger: Ledger, attempt: int | None = None, rank: int | None = None) -> dict[str, Any]:
-    """A ledger as JSON-ready data, times in seconds; `ledger`, `stages` and the percentages of one attempt or rank."""
+def summary(
+    ledger: Ledger, attempt: int | None = None, rank: int | None = None, *, rank_ledgers: bool = True
+) -> dict[str, Any]:
+    """A ledger as JSON-ready data, times in seconds; `ledger`, `stages` and the percentages of one attempt or rank.
+
+    Without `rank_ledgers` the ranks are only named: for thousands of them, their ledgers take as long as all the rest.
+    """
     sums = ledger.select(attempt, rank)
     buckets = by_bucket(sums)
     ett, idleness, failure = percent(buckets)
@@ -25,7 +30,7 @@ def summary(ledger: Ledger, attempt: int | None = None, rank: int | None = None)
         "time_to_recover_s": [seconds(ns) for ns in ledger.times_to_recover_ns],
         "failures": ledger.failures,
         "attempts": [_attempt(ledger, attempt) for attempt in ledger.attempts],
-        "ranks": [rank_summary(ledger, rank) for rank in ledger.ranks],
+        "ranks": [rank_summary(ledger, each) if rank_ledgers else {"rank": each} for each in ledger.ranks],
         "ledger": {str(key): seconds(ns) for key, ns in buckets.items()},
         "stages": {stage: seconds(ns) for stage, ns in by_stage(sums).items()},
         "unattributed_s": seconds(buckets[Bucket.UNATTRIBUTED]),
