@@ -3,9 +3,9 @@
 headway's span is in a file, safe from a SIGKILL, when its `with` ends. The nearest that OpenTelemetry has to that is a
 batch processor whose exporter serialises: the SDK's own, as JSON on one line, or OTLP's encoder, a package of its own
 that takes less; neither is sent or kept. It is flushed before its queue of 2,048 is full, since dropping spans would be
-cheaper, and wrong; and the flush counts, since work that is put off is still CPU taken from the job. The other rows take
-from it what can be taken: an exporter that drops everything, no batching, no processor at all. None of those keeps a
-span.
+cheaper, and wrong; and the flush counts, since work that is put off is still CPU taken from the job. The other rows
+take from it what can be taken: an exporter that drops everything, no batching, no processor at all. None of those keeps
+a span.
 """
 
 import mmap

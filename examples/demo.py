@@ -6,6 +6,7 @@ end. Everything but the job's journal goes to out/demo.
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -77,7 +78,9 @@ def draw(report: RenderableType, path: Path) -> None:
     """The report as a picture: what README shows was made here."""
     paper = Console(record=True, width=112, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     paper.print(report)
-    paper.save_svg(str(path), title="headway report", theme=MONOKAI)
+    picture = paper.export_svg(title="headway report", theme=MONOKAI)
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S)  # a picture loads nothing from elsewhere
+    path.write_text(picture.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas"), encoding="utf-8")
 
 
 def main() -> int:

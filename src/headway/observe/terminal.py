@@ -132,7 +132,7 @@ def _groups(report: dict[str, Any]) -> Table:
 
 def _parts(parts: Iterable[tuple[Bucket, float]]) -> "Flow":
     ordered = sorted(parts, key=lambda item: -item[1])
-    return Flow(Text("■ ", COLOURS[bucket]) + _item(LABELS[bucket], s) for bucket, s in ordered)
+    return Flow(Text.assemble(("■ ", COLOURS[bucket]), _item(LABELS[bucket], s)) for bucket, s in ordered)
 
 
 def _item(name: str, seconds: float) -> Text:
@@ -183,7 +183,7 @@ def _failures(report: dict[str, Any]) -> list[Text]:
     for failure in report["failures"][-MOST_FAILURES:]:
         error = report["attempts"][failure["attempt"]]["error"]
         why = failure["category"] or error or "it died without a word"
-        line = Text(f"attempt {failure['attempt']} failed on rank {failure['rank']}: {plain(why)}", "red dim")
+        line = Text(f"attempt {failure['attempt']} failed on rank {failure['rank']}: {plain(why)}", "red")
         line.no_wrap, line.overflow = True, "ellipsis"
         lines.append(line)
     return lines
@@ -208,7 +208,7 @@ def _notes(notes: list[str]) -> Text:
     shown = [f"! {plain(note)}" for note in notes[:MOST_NOTES]]
     if len(notes) > MOST_NOTES:
         shown.append(f"! {len(notes) - MOST_NOTES} more in --json")
-    return Text("\n".join(shown), "yellow dim")
+    return Text("\n".join(shown), "yellow")
 
 
 # --- words ---------------------------------------------------------------------------------------------------------
