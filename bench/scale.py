@@ -32,7 +32,7 @@ def run(quick: bool) -> list[Row]:
     for make, what in kinds.items():
         rows += [_row(what, *found) for found in _sizes(make, [(512, 10)], rounds)]
     sizes = [(128, 10), (256, 10), (512, 10)] if quick else [(2048, 50), (4096, 50), (8192, 50)]
-    large = _sizes("write_nodes", sizes, 3 if quick else 1)
+    large = _sizes("write_nodes", sizes, 3)
     rows += [_row("node files", ranks, *found, 60.0 if ranks == 8192 else None) for ranks, *found in large]
     if len(large) < len(sizes):
         note = f"not run: it would have taken longer than {PATIENCE_S:.0f} s"

@@ -8,6 +8,7 @@ records when somebody looks inside the loop, which a report does for the few ran
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
+from sys import intern
 from typing import Any
 
 from headway.accounting.rules import NOTHING, Loop, Pace, StallRule
@@ -36,7 +37,7 @@ def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
     loop = timeline.loop
     data = {
         "version": VERSION,
-        "process": dataclasses.asdict(timeline.process),
+        "process": {key: value for key, value in dataclasses.asdict(timeline.process).items() if value or value == 0},
         "ended": timeline.ended and dataclasses.asdict(timeline.ended),
         "gone": timeline.gone and dataclasses.asdict(timeline.gone),
         "scheduled": timeline.scheduled and dataclasses.asdict(timeline.scheduled),
@@ -47,13 +48,13 @@ def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
         "first_step": timeline.first_step,
         "first_step_ns": timeline.first_step_ns,
         "last_step": timeline.last_step_ns,
-        "init": timeline._warm_init(),
+        "init": _trimmed(timeline._warm_init()),
         "loop": [loop.items[0].begin_ns, loop.items[-1].end_ns] if loop.items else None,
         "sums": list(loop.sums.items()),
         "stints": [_thinned(stint) for stint in timeline.stints],
         "marks": [["s" if isinstance(m, Saved) else "r", m.t_ns, m.step]
                   for m in timeline.marks if isinstance(m, Saved | Restored)],
-        "open": [timeline._at, timeline._floor, timeline._winner, timeline._pending],
+        "open": [timeline._at, timeline._floor, timeline._winner, _trimmed(timeline._pending)],
         "pace": timeline._pace.condensed(),
     }  # fmt: skip
     return json.dumps(data, separators=(",", ":")).encode()
@@ -75,7 +76,9 @@ def restore(data: bytes, load: Load, rule: StallRule | None = None) -> Timeline 
 
 def _restored(told: dict[str, Any], load: Load) -> Timeline:
     timeline = Timeline()
-    timeline.process = Process(**told["process"])
+    process: dict[str, Any] = told["process"]
+    process = {key: intern(value) if type(value) is str else value for key, value in process.items()}
+    timeline.process = Process(**process)  # all ranks have the same program, command and launcher: one copy will do
     timeline.ended = ProcessEnd(**told["ended"]) if told["ended"] else None
     timeline.gone = ProcessGone(**told["gone"]) if told["gone"] else None
     timeline.scheduled = Scheduled(**told["scheduled"]) if told["scheduled"] else None
@@ -97,8 +100,13 @@ def _restored(told: dict[str, Any], load: Load) -> Timeline:
     return timeline
 
 
+def _trimmed(pieces: list[Piece]) -> list[tuple[Any, ...]]:
+    """Only steps have more to say than when and what."""
+    return [tuple(piece) if piece.what is Loop.STEP else tuple(piece[:3]) for piece in pieces]
+
+
 def _pieces(told: list[list[Any]]) -> list[Piece]:
-    return [Piece(begin, end, _WHAT[what], stint, first, next) for begin, end, what, stint, first, next in told]
+    return [Piece(begin, end, _WHAT[what], *steps) for begin, end, what, *steps in told]
 
 
 def _thinned(stint: RankStint) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from headway.events.journal import HEADER_BYTES, Batch, Cell, decode_frames, fra
 from headway.events.vocabulary import ProcessGone, Record, encode
 
 _HEAD = struct.Struct("<HBBQq7q")
+_ADDRESS = struct.Struct("<HxxQ")
 _WITNESSED = (1 << 64) - 1
 _ROLLED_UP = (1 << 64) - 2
 _PULSE_READS = 3
@@ -67,6 +68,14 @@ def decode_chunk(payload: bytes) -> Chunk:
     return Chunk(name, bool(alive), seen, offset, raw, Cell(*cell) if has_cell else None)
 
 
+def _address(payload: bytes) -> tuple[str, int]:
+    """Whose chunk it is, and from which byte; most chunks of a large job are never looked at further."""
+    length, offset = _ADDRESS.unpack_from(payload)
+    if _HEAD.size + length > len(payload):
+        raise struct.error("the chunk is shorter than its name")
+    return payload[_HEAD.size : _HEAD.size + length].decode(), offset
+
+
 def encode_pulse(signs: Iterable[Chunk]) -> bytes:
     """All that a pulse file holds."""
     return frame(b"".join(sign.encode() for sign in signs))
@@ -108,33 +117,32 @@ class NodeReader:
         except OSError as error:
             problem = f"{path.name} cannot be read ({error.strerror}): its node is missing here"
             return [(path.name, Batch(problems=[problem]))]
-        at, chunks, used = self._read.get(path, 0), [], 0
+        at, found, used = self._read.get(path, 0), [], 0
         for payload, used in frames(data, problems):
             try:
-                chunk = decode_chunk(payload)
+                process, offset = _address(payload)
             except (struct.error, UnicodeDecodeError):
                 problems.append("holds a chunk that cannot be read, which is left out")
                 continue
-            chunks.append(chunk)
+            found.append((process, offset, payload))
             place = (path, at + used - (len(payload) + 3 & ~3), len(payload))
-            self._places.setdefault(chunk.process, []).append(place)
+            self._places.setdefault(process, []).append(place)
         self._read[path] = at + used
-        batches = self._batches(chunks)
+        batches = self._batches(found)
         if problems:
             batches.append((path.name, Batch(problems=[f"{path.name} {problem}" for problem in problems])))
         return batches
 
-    def _batches(self, chunks: list[Chunk]) -> list[tuple[str, Batch]]:
+    def _batches(self, found: list[tuple[str, int, bytes]]) -> list[tuple[str, Batch]]:
         """What the chunks tell; a process that is new to this reader and rolled up is told by its roll-up alone."""
-        known = self._have.keys() & {chunk.process for chunk in chunks}
-        rolled = {chunk.process for chunk in chunks if chunk.offset == _ROLLED_UP} - known
+        rolled = {process for process, offset, _ in found if offset == _ROLLED_UP and process not in self._have}
         batches = []
-        for chunk in chunks:
-            process = chunk.process
+        for process, offset, payload in found:
             if process not in rolled:
-                if chunk.offset != _ROLLED_UP:
-                    batches.append(self._batch(chunk))
-            elif chunk.offset == _ROLLED_UP:
+                if offset != _ROLLED_UP:
+                    batches.append(self._batch(decode_chunk(payload)))
+            elif offset == _ROLLED_UP:
+                chunk = decode_chunk(payload)
                 self._note(chunk)
                 self._have[process] = 1 << 62  # nothing of it is new any more
                 batches.append((process, Batch(rolled_up=chunk.raw, load=partial(self._load, process))))
