@@ -40,12 +40,6 @@ class JobPaths:
             folder.mkdir(mode=0o700, exist_ok=True)
         return self
 
-    def forget(self) -> None:
-        """Deletes all that is known of this job."""
-        import shutil  # slow to import, and no trainer ever forgets
-
-        shutil.rmtree(self.folder)
-
     def journal(self, process: str) -> Path:
         """The journal of one process."""
         return self.journals / (folder_name(process) + JOURNAL)
@@ -57,10 +51,6 @@ class JobPaths:
     def pulse(self, collector: str) -> Path:
         """Which of its processes one collector last saw alive, and how far they were."""
         return self.nodes / (folder_name(collector) + PULSE)
-
-    def exists(self) -> bool:
-        """Whether anything was ever written for this job."""
-        return self.folder.is_dir()
 
 
 def jobs_in(home: Path) -> list[str]:

@@ -240,11 +240,6 @@ class RankView:
         begin, end = self.first_step_end_ns, min(self.last_step_end_ns, self.attempt.end_ns)
         return max(end - begin, 0) - self._stepping_ns(begin, end)
 
-    @property
-    def step_ns(self) -> int:
-        """Time spent in steps, new or not."""
-        return self._stepping_ns(self.attempt.begin_ns, self.attempt.end_ns)
-
     def _stepping_ns(self, begin_ns: int, end_ns: int) -> int:
         """Time in steps inside a stretch: what `sums` gives, without telling new ones from others."""
         offset = self.member.offset_ns

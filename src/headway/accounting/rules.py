@@ -210,10 +210,6 @@ class Pace:
         slow = max(steps // 10, 1)
         return [(self._least, 0), (self._quantile(0.5) or 0, steps - slow), (self._quantile(0.95) or 0, slow)]
 
-    def typical_ns(self) -> int | None:
-        """The median; None before the first step."""
-        return self._quantile(0.5)
-
     def stalled_ns(self, took_ns: int, rule: StallRule) -> int:
         """How much of a step was a stall; nothing before there are steps to compare it with."""
         if took_ns <= rule.times * self._least:

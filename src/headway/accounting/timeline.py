@@ -373,11 +373,6 @@ class Timeline:
         name = _KNOWN.get(begun.name) or self._names.get(begun.name, "?")
         return Bar(str(name), begun.thread, begun.t_ns, end_ns)
 
-    @property
-    def typical_step_ns(self) -> int | None:
-        """What a step takes, net, in the median."""
-        return self._pace.typical_ns()
-
     def look(self, until_ns: int, alive: bool) -> "Look":
         """The whole timeline up to `until_ns`: the settled part, and over it what the cell and open spans tell."""
         look = Look(self._warm_init(), self.loop, [], list(self._pending))
