@@ -145,7 +145,9 @@ def wait_for_end(pid: int) -> None:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    ready = select.select([pidfd], [], [], PATIENCE_S)[0]
+    poller = select.poll()  # `select` takes no descriptor above 1023, and a long test session may have more
+    poller.register(pidfd, select.POLLIN)
+    ready = poller.poll(PATIENCE_S * 1000)
     os.close(pidfd)
     assert ready, f"process {pid} did not end in {PATIENCE_S} s"
 

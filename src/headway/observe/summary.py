@@ -3,8 +3,9 @@
 from typing import Any
 
 from headway.accounting.advice import advise
-from headway.accounting.ledger import AttemptLedger, Ledger, Sums, by_bucket, by_stage, percent
+from headway.accounting.ledger import AttemptLedger, Ledger, by_bucket, by_stage, percent
 from headway.accounting.rules import Bucket
+from headway.accounting.view import Sums
 
 
 def summary(
