@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from collecting import HERE, Reading, eventually, read, wait_for_end
 
+from headway.accounting.rules import Bucket
 from headway.events import job as job_reading
 from headway.events.journal import Follower
 from headway.events.vocabulary import ProcessEnd, Record
 from headway.paths import JOURNAL, JobPaths
+
+STEPS = (Bucket.TRAINING_EFFECTIVE, Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_UNSAVED_STEPS)
 
 RANKS_A_NODE = 2
 
