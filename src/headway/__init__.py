@@ -16,9 +16,7 @@
 Then `headway report` shows the job's Effective Training Time and what took the rest.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in `typing`, which takes its time to import, and a script that never calls headway none
 if TYPE_CHECKING:
     from headway.errors import HeadwayError, InputError, PlatformError, UnknownJob
     from headway.run import Activity, Run, current
@@ -31,7 +29,9 @@ _HOME = dict.fromkeys(("HeadwayError", "InputError", "PlatformError", "UnknownJo
 _HOME |= dict.fromkeys(("Activity", "Run", "current"), "headway.run")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
     # Names are loaded when first used, so that a script that imports headway and never calls it pays nothing.
     if name not in _HOME:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")

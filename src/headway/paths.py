@@ -80,6 +80,10 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
+_ESCAPED = ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\"))
+"""How the kernel writes characters in its list of mounts that would confuse its readers."""
+
+
 def is_network(folder: Path, mountinfo: str | None = None) -> bool:
     """Whether the folder lies on a network file system, where mapped files are neither safe nor coherent."""
     text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
@@ -87,7 +91,9 @@ def is_network(folder: Path, mountinfo: str | None = None) -> bool:
     best, kind = "", ""
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
-        mount = left.split()[4].encode().decode("unicode_escape")
+        mount = left.split()[4]
+        for code, character in _ESCAPED:
+            mount = mount.replace(code, character)
         inside = target == mount or target.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, kind = mount, right.split()[0]

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from headway.config import Settings
 from headway.errors import HeadwayError, InputError, nearest
 from headway.events.clock import Clock
 from headway.events.journal import Nowhere, Writer
-from headway.events.process import describe, job_name, process_name, shares_no_id
+from headway.events.process import describe, is_ranked, job_name, process_name, shares_no_id
 from headway.events.recorder import Recorder, Span
 from headway.events.vocabulary import STAGES, Activity, Process, ProcessEnd, Restored, Saved, clean_text
 from headway.paths import JobPaths, folder_name, is_network, private_folder
@@ -37,6 +37,17 @@ def current() -> "Run":
             if _is_being_imported():  # a spawned child, which may yet turn out to be a trainer
                 return run
             _current = run
+        _current.becomes("rank")
+        return _current
+
+
+def join_unasked(began_ns: int) -> "Run":
+    """The run of a process whose script has not asked for one: a rank if its environment says so, else a process that
+    may turn out to train. `began_ns` is when it was first looked at."""
+    global _current
+    with _lock:
+        if _current is None:
+            _current = _join(began_ns=began_ns, unasked=True)
         return _current
 
 
@@ -56,7 +67,12 @@ class Run:
     def __init__(self, recorder: Recorder, process: Process) -> None:
         self.job, self.rank, self.world_size = process.job, process.rank, process.world_size
         self.recorder = recorder
-        self._finished = False
+        self.leaving: list[Callable[[], None]] = []
+        """Called before the journal ends."""
+        self._process = process
+        self._finished = self._left = False
+        self.status: int | None = None
+        """The exit status, where that is known before the end."""
 
     def span(self, name: str, **attrs: Any) -> Span:
         """Times a `with` block. The names in `Activity` count in the ledger; any other is shown beside it."""
@@ -102,10 +118,30 @@ class Run:
         self.recorder.steps_meter.settle()
         self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns()))
 
+    def becomes(self, role: str, rank: int | None = None, world_size: int | None = None) -> None:
+        """This process turns out to be something else than it seemed, or to have another rank."""
+        old = self._process
+        rank = old.rank if rank is None else rank
+        new = replace(old, role=role, rank=rank, world_size=max(world_size or old.world_size, rank + 1))
+        if new != old:
+            self._process, self.rank, self.world_size = new, new.rank, new.world_size
+            self.recorder.record(new)
+
+    def leave(self, status: int) -> None:
+        """The process ends at once, with this status."""
+        self.status = status
+        self._leave()
+
     def _leave(self) -> None:
+        if self._left or os.getpid() != self._process.pid:
+            return
+        self._left = True
+        for call in self.leaving:
+            call()
         error = getattr(sys, "last_value", None)
-        if error is not None or self._finished or not _is_child():
+        if error is not None or self._finished or self.status is not None or not is_child():
             text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None
+            text = text or (f"exit status {self.status}" if self.status else None)
             self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text))
         # else multiprocessing hides how it ended: only `finish` could have said that it went well
         self.recorder.close(error)
@@ -114,7 +150,7 @@ class Run:
 # --- joining -------------------------------------------------------------------------------------------------------
 
 
-def _join(environ: Mapping[str, str] = os.environ) -> Run:
+def _join(environ: Mapping[str, str] = os.environ, began_ns: int | None = None, unasked: bool = False) -> Run:
     clock = Clock()
     try:
         settings = Settings.from_environment(environ)
@@ -126,7 +162,9 @@ def _join(environ: Mapping[str, str] = os.environ) -> Run:
     if shares_no_id(environ, settings.job):
         _say("several nodes, and no id they share: each process is a job of its own. Set HEADWAY_JOB, or --rdzv-id.")
     process = describe(environ, job, clock, node=settings.node, attempt=settings.attempt)
-    if settings.disable == "1" or _is_helper():
+    if unasked:
+        process = _seen_from_outside(process, environ, began_ns or process.t_ns)
+    if settings.disable == "1" or (_is_helper() and not unasked):
         return Run(Recorder(Nowhere(), clock), process)
     writer = _open_journal(settings, process)
     if writer.path.stem != folder_name(process_name(process)):  # it replaced itself by `exec`: this program begins now
@@ -139,9 +177,27 @@ def _join(environ: Mapping[str, str] = os.environ) -> Run:
     return run
 
 
-def _is_child() -> bool:
+def _seen_from_outside(process: Process, environ: Mapping[str, str], began_ns: int) -> Process:
+    """As far as is known now: it may still launch others, or train; and which rank a child is, its parent numbered."""
+    began_ns = max(min(began_ns, process.t_ns), process.started_ns)
+    process = replace(process, t_ns=began_ns, wall_ns=process.wall_ns - (process.t_ns - began_ns))
+    if is_ranked(environ):
+        return process
+    if is_child():
+        number = sys.modules["multiprocessing.process"].current_process().name.rpartition("-")[2]
+        return replace(process, rank=max(int(number) - 1, 0) if number.isdecimal() else 0)
+    return replace(process, role="process")
+
+
+def is_child() -> bool:
+    """Whether multiprocessing started this process."""
     module = sys.modules.get("multiprocessing.process")
     return module is not None and module.parent_process() is not None
+
+
+def may_be_helper() -> bool:
+    """Whether multiprocessing started this process: it may be a data worker as well as a trainer."""
+    return _is_being_imported() or is_child()
 
 
 def _is_helper() -> bool:
@@ -152,9 +208,8 @@ def _is_helper() -> bool:
 
 def _is_being_imported() -> bool:
     """Whether this child of spawn or forkserver still imports its parent's script, before it does its own work."""
-    module = sys.modules.get("multiprocessing.process")
     spawned = any(word.startswith("from multiprocessing.") for word in sys.orig_argv)
-    return module is not None and spawned and module.parent_process() is None
+    return spawned and not is_child()
 
 
 def _open_journal(settings: Settings, process: Process) -> Writer:

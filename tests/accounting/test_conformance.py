@@ -5,13 +5,20 @@ nanosecond.
 """
 
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from headway.accounting.ledger import Ledger, by_bucket, percent
 from headway.accounting.rules import Bucket, StallRule
-from headway.testing import Story
+from headway.events.vocabulary import WAITS_ANYWHERE, StepRun
+from headway.observe.html import page
+from headway.observe.perfetto import moments
+from headway.observe.summary import summary
+from headway.observe.terminal import render
+from headway.testing import Rank, Story
 
 
 @pytest.fixture
@@ -257,6 +264,122 @@ def test_epochs_follow_one_another_and_what_lies_between_is_shown_as_unattribute
     assert counts(ledger) == (150, 0, 0)
 
 
+# --- resuming without knowing where ---------------------------------------------------------------------------------
+
+
+def test_a_process_that_only_loads_a_file_goes_on_where_that_was_saved(story: Story) -> None:
+    story.rank(start=0).steps(60, each=1.0).saved(60, path="last.pt").steps(40, each=1.0).killed()
+    story.rank(start=110).restored(None, path="last.pt").steps(90, each=1.0).saved(90, path="last.pt").finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"recover.detection": 10, "training.effective": 150, "waste.repeated_steps": 40}
+    assert counts(ledger) == (150, 40, 0)
+    assert [(a.attempt.stints[0].first, a.attempt.stints[0].next) for a in ledger.attempts] == [(0, 100), (60, 150)]
+
+
+def test_each_process_counts_on_from_the_one_before_it(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).saved(100, path="last.pt").killed()
+    story.rank(start=110).restored(None, path="last.pt").steps(50, each=1.0).saved(50, path="last.pt").killed()
+    story.rank(start=170).restored(None, path="last.pt").steps(50, each=1.0).saved(50, path="last.pt").finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (200, 0, 0)
+    assert ledger.attempts[2].attempt.stints[0].next == 200
+    saved = [member.checkpoints for a in ledger.attempts for member in a.attempt.members.values()]
+    assert [(what, step) for told in saved for _, what, step in told] == [
+        ("saved", 100), ("restored", 100), ("saved", 150), ("restored", 150), ("saved", 200)
+    ]  # fmt: skip
+
+
+def test_a_file_that_was_moved_is_known_by_what_it_is(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).saved(60, path="new.pt", file="8:1:2:3").killed()
+    story.rank(start=110).restored(None, path="best.pt", file="8:1:2:3").steps(90, each=1.0).saved(90).finished()
+    assert counts(story.ledger()) == (150, 40, 0)
+
+
+def test_the_path_is_believed_before_the_file_and_the_latest_save_before_an_earlier_one(story: Story) -> None:
+    rank = story.rank(start=0).steps(20, each=1.0).saved(20, path="last.pt", file="1").steps(40, each=1.0)
+    rank.saved(60, path="last.pt", file="2").steps(40, each=1.0).killed()
+    story.rank(start=110).restored(None, path="last.pt", file="1").steps(90, each=1.0).saved(90).finished()
+    assert counts(story.ledger()) == (150, 40, 0)
+
+
+def test_of_all_that_was_loaded_the_last_that_the_job_had_saved_counts(story: Story) -> None:
+    rank = story.rank(start=0).restored(None, path="pretrained.pt").steps(30, each=1.0).saved(30, path="30.pt")
+    rank.steps(70, each=1.0).saved(100, path="100.pt").killed()
+    again = story.rank(start=110).restored(None, path="30.pt").restored(None, path="100.pt")
+    again.restored(None, path="vocabulary.pt").steps(50, each=1.0).saved(50).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (150, 0, 0)
+    assert ledger.attempts[0].attempt.stints[0].restored is None
+
+
+def test_what_the_job_did_not_save_leaves_a_process_its_own_count(story: Story) -> None:
+    fails_at(story, 100, saved=100)
+    story.rank(start=110).restored(None, path="elsewhere.pt").steps(150, each=1.0).saved(150).finished()
+    assert counts(story.ledger()) == (150, 100, 0)
+
+
+def test_what_is_saved_after_a_load_is_not_what_was_loaded(story: Story) -> None:
+    rank = story.rank().restored(None, path="last.pt").steps(50, each=1.0)
+    rank.saved(50, path="last.pt").steps(50, each=1.0).saved(100, path="last.pt").finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (100, 0, 0)
+    assert ledger.attempts[0].attempt.stints[0].restored is None
+
+
+def test_a_step_that_is_known_needs_no_file(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).saved(60, path="last.pt").killed()
+    again = story.rank(start=110).restored(None, path="last.pt").restored(30)
+    again.steps(120, each=1.0, first=30).saved(150).finished()
+    assert counts(story.ledger()) == (150, 70, 0)
+
+
+def test_ranks_that_get_their_weights_from_the_one_that_loads_go_on_with_it(story: Story) -> None:
+    for rank in (0, 1):
+        told = story.rank(rank, of=2, start=0).steps(100, each=1.0)
+        (told.saved(20, path="first.pt").saved(60, path="last.pt") if rank == 0 else told).killed()
+    for rank in (0, 1):
+        told = story.rank(rank, of=2, start=110)
+        if rank == 0:
+            told.restored(None, path="first.pt").restored(None, path="last.pt")
+        told.steps(90, each=1.0).saved(90).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (150, 40, 0)
+    assert took(ledger, 0) == took(ledger, 1)
+
+
+def test_epochs_after_a_load_go_on_counting_and_a_rollback_inside_a_process_counts_anew(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).saved(100, path="a.pt").killed()
+    rank = story.rank(start=110).restored(None, path="a.pt")
+    rank.steps(30, each=1.0).saved(30, path="b.pt").wait(2).steps(20, each=1.0)
+    rank.restored(None, path="b.pt").steps(70, each=1.0).saved(120).finished()
+    ledger = story.ledger()
+    assert [(s.first, s.next, s.restored) for s in ledger.attempts[1].attempt.stints] == [
+        (100, 150, 100), (130, 200, 130)
+    ]  # fmt: skip
+    assert counts(ledger) == (200, 20, 0)
+
+
+def test_a_run_that_only_the_cell_knows_of_is_counted_where_it_belongs(story: Story) -> None:
+    story.rank(start=0).steps(100, each=1.0).saved(60, path="last.pt").killed()
+    rank = story.rank(start=110).restored(None, path="last.pt")
+    meter = rank.recorder.steps_meter
+    meter.open()
+    for step in range(50):
+        meter.begin()
+        rank.wait(1.0)
+        meter.end(step + 1)
+    assert counts(story.ledger(now=160, alive=(rank,))) == (110, 40, 0)
+
+
+def test_another_program_may_go_on_from_a_checkpoint_and_repeats_nothing(story: Story) -> None:
+    story.rank(start=0, program="pretrain.py").steps(100, each=1.0).saved(100, path="last.pt").finished()
+    again = story.rank(start=100, program="finetune.py").restored(None, path="last.pt")
+    again.steps(50, each=1.0).saved(50).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (150, 0, 0)
+    assert ledger.attempts[1].attempt.stints[0].first == 100
+
+
 # --- spans ---------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +494,89 @@ def test_the_stall_threshold_can_be_set(tmp_path: Path) -> None:
     story = Story(tmp_path, stall=StallRule(times=100.0))
     story.rank().steps(200, each=1.0, stall={100: 30.0}).saved(200).finished()
     assert took(story.ledger()) == {"training.effective": 230}
+
+
+# --- what is told when it is over ---------------------------------------------------------------------------------
+
+
+def test_an_activity_told_when_it_is_over_takes_the_time_it_took(story: Story) -> None:
+    rank = story.rank().wait(10).period("train_module_creation", 6, ago=1)
+    rank.steps(10, each=1.0).wait(7).period("evaluation", 5, ago=2).steps(10, each=1.0).finished()
+    ledger = story.ledger()
+    found = {"start.trainer_init": 10, "training.effective": 20, "waste.evaluation": 5, "unattributed": 2}
+    assert took(ledger) == found
+    assert ledger.sums[(Bucket.START_TRAINER_INIT, "train_module_creation")] == 6e9
+
+
+def test_an_activity_told_late_yields_to_stronger_ones_and_takes_from_weaker_ones(story: Story) -> None:
+    rank = story.rank().steps(10, each=1.0)
+    rank.span("evaluation", 4).span("checkpoint_blocking", 3).span("evaluation", 2).wait(1).period("data_wait", 9)
+    rank.steps(10, each=1.0).finished()
+    assert took(story.ledger()) == {
+        "training.effective": 20,
+        "waste.checkpoint_blocking": 3,
+        "waste.data_wait": 6,
+        "waste.evaluation": 1,
+    }
+
+
+def test_an_activity_told_inside_a_span_leaves_the_rest_to_the_span(story: Story) -> None:
+    rank = story.rank()
+    with rank.during("train_module_creation"):
+        rank.wait(10).period("checkpoint_restore", 4, ago=3).wait(5)
+    rank.steps(10, each=1.0).finished()
+    sums = story.ledger().sums
+    assert sums[(Bucket.START_TRAINER_INIT, "train_module_creation")] == 11e9
+    assert sums[(Bucket.START_TRAINER_INIT, "pre_train")] == 4e9
+
+
+def test_an_activity_cannot_take_what_steps_have_settled_nor_what_came_before_the_process(story: Story) -> None:
+    rank = story.rank().wait(5).period("device_init", 1000).steps(300, each=1.0)
+    rank.wait(4).period("evaluation", 100).steps(10, each=1.0).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"start.trainer_init": 5, "training.effective": 310, "waste.evaluation": 4}
+    assert ledger.sums[(Bucket.START_TRAINER_INIT, "device_init")] == 5e9
+
+
+def test_an_activity_told_late_inside_the_run_of_steps_under_way_is_counted(story: Story) -> None:
+    rank = story.rank()
+    meter = rank.recorder.steps_meter
+    meter.open(0)
+    for step in range(20):
+        meter.begin()
+        rank.wait(1.0)
+        if step == 10:
+            rank.period("pt2_compilation", 0.5)
+        meter.end(step + 1)
+    ledger = story.ledger(now=20, alive=(rank,))
+    assert took(ledger) == {"training.effective": 19.5, "waste.recompilation": 0.5}
+
+
+def test_a_process_group_that_is_told_late_still_aligns_hosts(story: Story) -> None:
+    for rank, (boot, ahead) in enumerate((("a", 0.0), ("b", 3600.0))):
+        told = story.rank(rank, of=2, boot=boot, wall_ahead=ahead).wait(10).period("process_group_init", 8)
+        told.steps(100, each=1.0).saved(100).finished()
+    assert story.ledger().wall_ns == 110e9
+
+
+def test_an_activity_of_an_unknown_name_told_late_is_shown_and_not_counted(story: Story) -> None:
+    story.rank().wait(5).period("tokenizer", 3, ago=1).steps(10, each=1.0).finished()
+    ledger = story.ledger()
+    assert ledger.sums == {(Bucket.START_TRAINER_INIT, "other"): 5e9, (Bucket.TRAINING_EFFECTIVE, ""): 10e9}
+    [(name, _, begin, end)] = ledger.attempts[0].views[0].bars()
+    assert (name, begin - ledger.begin_ns, end - ledger.begin_ns) == ("tokenizer", 1e9, 4e9)
+
+
+def test_waits_that_may_lie_anywhere_in_a_step_are_counted_beside_a_span_at_its_begin(tmp_path: Path) -> None:
+    for flags in (0, WAITS_ANYWHERE):
+        told = Story(tmp_path, f"flags-{flags}")
+        rank = told.rank().steps(10, each=1.0).span("checkpoint_blocking", 3).wait(2)
+        end = rank.clock.now_ns()
+        rank.recorder.record(StepRun(flags, 1, 10, 11, end - round(5e9), end, round(1.5e9)))
+        rank.finished()
+        found = took(told.ledger())
+        assert found["waste.checkpoint_blocking"] == 3
+        assert found.get("waste.data_wait", 0) == (1.5 if flags else 0)
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
@@ -683,3 +889,255 @@ def test_a_job_that_still_runs_is_accounted_up_to_now(
     ledger = story.ledger(now=30, alive=(rank,))  # type: ignore[arg-type]
     assert took(ledger) == expected
     assert ledger.state == "running"
+
+
+# --- launchers, and processes that may train ------------------------------------------------------------------------
+
+
+def trains(story: Story, start: float, **process: object) -> Rank:
+    return story.rank(start=start, **process).steps(100, each=1.0).saved(100)  # type: ignore[arg-type]
+
+
+def test_a_job_begins_with_its_launcher_and_ends_when_that_is_gone(story: Story) -> None:
+    launcher = story.launcher(start=-4)
+    trains(story, 0).wait(1).finished()
+    launcher.wait(110).gone()
+    ledger = story.ledger()
+    assert took(ledger) == {"start.launcher_init": 4, "training.effective": 100, "shutdown.teardown": 6}
+    assert ledger.state == "ended"
+
+
+def test_hardware_setup_ends_when_the_launcher_starts(story: Story) -> None:
+    launcher = story.launcher(start=-10)
+    rank = story.rank(start=0, launcher="agent", launcher_started_ns=round((5000 - 8) * 1e9))
+    rank.scheduled(eligible=-100, allocated=-40).steps(100, each=1.0).saved(100).finished()
+    launcher.wait(110).gone()
+    assert took(story.ledger()) == {
+        "start.scheduling": 60,
+        "start.hardware_setup": 30,
+        "start.launcher_init": 10,
+        "training.effective": 100,
+    }
+
+
+def test_a_launcher_that_lives_after_a_failure_is_about_to_start_again(story: Story) -> None:
+    launcher = story.launcher(start=0)
+    trains(story, 0).killed()
+    ledger = story.ledger(now=130, alive=(launcher,))
+    assert ledger.state == "running"
+    assert took(ledger) == {"training.effective": 100, "recover.detection": 30}
+    again = story.rank(start=150).restored(100).steps(50, each=1.0, first=100).saved(150)
+    again.finished()
+    ledger = story.ledger(now=205, alive=(launcher,))
+    assert ledger.state == "running"
+    assert took(ledger) == {"training.effective": 150, "recover.detection": 50, "shutdown.teardown": 5}
+
+
+def test_all_ranks_wait_for_the_restart_even_those_that_ended_well(story: Story) -> None:
+    launcher = story.launcher(start=0)
+    story.rank(0, of=2).steps(100, each=1.0).saved(100).crashed()
+    story.rank(1, of=2).steps(100, each=1.0).wait(1).finished()
+    ledger = story.ledger(now=130, alive=(launcher,))
+    assert took(ledger) == {"training.effective": 100, "shutdown.teardown": 1, "recover.detection": 29}
+    assert not any("while others still run" in note for note in ledger.notes)
+
+
+def test_a_rank_that_vanished_does_not_train_until_its_launcher_is_gone(story: Story) -> None:
+    launcher = story.launcher(start=0)
+    rank = story.rank().steps(100, each=1.0).saved(100)
+    rank.dies_in_step(after=2)
+    rank.killed()
+    launcher.wait(160).gone(1)
+    ledger = story.ledger()
+    assert took(ledger) == {"training.effective": 100, "shutdown.teardown": 60}
+    assert ledger.failures == [{"attempt": 0, "rank": 0, "category": None}]
+
+
+def test_a_launcher_that_became_the_rank_tells_how_that_ended(story: Story) -> None:
+    launcher = story.launcher(start=-1, pid=77)
+    trains(story, 0, pid=77, started_ns=launcher.process.started_ns).finished()
+    launcher.wait(103).gone(1)
+    ledger = story.ledger()
+    assert ledger.state == "failed"
+    assert ledger.failures == [{"attempt": 0, "rank": 0, "category": None}]
+    assert took(ledger) == {"start.trainer_init": 1, "training.effective": 100, "shutdown.teardown": 2}
+
+
+def test_a_process_id_that_was_used_again_is_another_process(story: Story) -> None:
+    story.launcher(start=-20, pid=77).gone(1)
+    trains(story, 0, pid=77).finished()
+    assert story.ledger().failures == []
+
+
+def test_a_program_that_replaced_itself_is_told_from_the_one_that_ended(story: Story) -> None:
+    launcher = story.launcher(start=0, pid=77)
+    story.rank(start=0, pid=77, program="prepare.py").wait(10).finished()
+    trains(story, 10, pid=77).finished()
+    launcher.wait(112).gone(3)
+    ledger = story.ledger()
+    assert len(ledger.attempts) == 1
+    assert took(ledger) == {"start.launcher_init": 10, "training.effective": 100, "shutdown.teardown": 2}
+    assert ledger.state == "failed"
+
+
+def test_a_launcher_that_fails_although_its_ranks_ended_well_fails_the_job(story: Story) -> None:
+    launcher = story.launcher(start=0)
+    trains(story, 0).finished()
+    launcher.wait(101).gone(1)
+    ledger = story.ledger()
+    assert ledger.state == "failed"
+    assert ledger.failures == [{"attempt": 0, "rank": None, "category": None}]
+    report = summary(ledger)
+    assert report["attempts"][0]["error"] == "exit code 1"
+    Console(file=StringIO()).print(render(report))
+    assert "the launcher: exit code 1" in page(ledger, report)
+    assert [moment.text for moment in moments(ledger)] == ["checkpoint saved: step 100", "the launcher failed"]
+
+
+def test_commands_one_after_the_other_are_one_job_from_the_first_to_the_last(story: Story) -> None:
+    story.launcher(start=0).wait(20).gone()
+    second = story.launcher(start=30)
+    trains(story, 32).killed()
+    second.wait(103).gone(1)
+    third = story.launcher(start=140)
+    again = story.rank(start=144).restored(100).steps(50, each=1.0, first=100).saved(150)
+    again.finished()
+    third.wait(55).gone()
+    story.launcher(start=200).wait(9).gone()
+    ledger = story.ledger()
+    assert took(ledger) == {
+        "start.launcher_init": 32,
+        "recover.detection": 8,
+        "recover.launcher_init": 4,
+        "training.effective": 150,
+        "shutdown.teardown": 15,
+    }
+    assert [account.outcome for account in ledger.attempts] == ["failed", "ended"]
+
+
+def test_an_attempt_failed_if_its_launcher_did_before_the_next_began(story: Story) -> None:
+    launcher = story.launcher(start=0)
+    trains(story, 0).finished()
+    launcher.wait(101).gone(1)
+    second = story.launcher(start=110)
+    story.rank(start=110).restored(100).steps(50, each=1.0, first=100).saved(150).finished()
+    second.wait(50).gone()
+    ledger = story.ledger()
+    assert [account.outcome for account in ledger.attempts] == ["failed", "ended"]
+    assert ledger.failures == [{"attempt": 0, "rank": None, "category": None}]
+
+
+def test_one_launcher_a_node_is_one_job(story: Story) -> None:
+    launchers = [story.launcher(start=start, boot=boot) for start, boot in ((-5, "a"), (-3, "b"))]
+    for rank, boot in enumerate("ab"):
+        story.rank(rank, of=2, boot=boot).span("process_group_init", 2).steps(100, each=1.0).saved(100).finished()
+    for launcher, left in zip(launchers, (110, 112), strict=True):
+        launcher.wait(left).gone()
+    ledger = story.ledger()
+    assert took(ledger) == {
+        "start.launcher_init": 5,
+        "start.trainer_init": 2,
+        "training.effective": 100,
+        "shutdown.teardown": 7,
+    }
+    assert ledger.ranks == [0, 1]
+
+
+def test_a_launcher_of_another_host_is_moved_with_that_hosts_clock(story: Story) -> None:
+    launcher = story.launcher(start=0, boot="b", wall_ahead=3600.0)
+    story.rank(0, of=2, boot="a").span("process_group_init", 2).steps(100, each=1.0).saved(100).finished()
+    other = story.rank(1, of=2, boot="b", wall_ahead=3600.0)
+    other.span("process_group_init", 2).steps(100, each=1.0).finished()
+    launcher.wait(105).gone()
+    assert story.ledger().wall_ns == 105e9
+
+
+def test_a_job_of_which_only_the_launcher_is_known_says_so(story: Story) -> None:
+    launcher = story.launcher(start=0, of=8)
+    assert took(story.ledger(now=10, alive=(launcher,))) == {"unattributed": 10}
+    launcher.wait(30).gone(2)
+    ledger = story.ledger()
+    assert took(ledger) == {"unattributed": 30}
+    assert ledger.state == "failed"
+    assert ledger.failures == [{"attempt": 0, "rank": None, "category": None}]
+    assert any(note.startswith("no PyTorch training was seen in this job") for note in ledger.notes)
+
+
+def test_launchers_alone_one_after_the_other_end_as_the_last_one_did(story: Story) -> None:
+    story.launcher(start=0).wait(30).gone(2)
+    story.launcher(start=40).wait(30).gone()
+    ledger = story.ledger()
+    assert took(ledger) == {"unattributed": 70}
+    assert ledger.state == "ended"
+
+
+def test_a_process_beside_a_rank_is_no_rank(story: Story) -> None:
+    agent = story.rank(start=0, role="process", program="torchrun").wait(2)
+    rank = story.rank(start=2, role="process").wait(5).becomes()
+    story.rank(start=10, role="process", program="helper.py").wait(30).crashed()
+    rank.steps(100, each=1.0).saved(100).finished()
+    agent.wait(120).finished()
+    ledger = story.ledger()
+    assert len(ledger.attempts) == 1
+    assert took(ledger) == {"start.trainer_init": 5, "training.effective": 100}
+
+
+def test_a_process_that_becomes_a_rank_keeps_its_begin(story: Story) -> None:
+    rank = story.rank(start=0, role="process").wait(8).becomes(1, of=2).steps(10, each=1.0)
+    rank.finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"start.trainer_init": 8, "training.effective": 10}
+    assert sorted(ledger.attempts[0].views) == [1]
+    assert ledger.ranks == [0, 1]
+
+
+def test_processes_before_and_after_the_training_prepare_and_follow_it(story: Story) -> None:
+    story.rank(start=0, role="process", program="prepare.py").wait(30).finished()
+    trains(story, 40).finished()
+    story.rank(start=150, role="process", program="export.py").wait(40).finished()
+    ledger = story.ledger()
+    assert took(ledger) == {"start.launcher_init": 40, "training.effective": 100, "shutdown.teardown": 50}
+    assert len(ledger.attempts) == 1
+
+
+def test_a_process_after_a_failed_rank_is_the_next_attempt_before_it_trains(story: Story) -> None:
+    agent = story.rank(start=0, role="process", program="torchrun")
+    trains(story, 0).killed()
+    again = story.rank(start=120, role="process")
+    ledger = story.ledger(now=125, alive=(agent, again))
+    assert [account.outcome for account in ledger.attempts] == ["failed", "running"]
+    assert took(ledger) == {"training.effective": 100, "recover.detection": 20, "recover.trainer_init": 5}
+
+
+def test_a_worker_that_dies_before_it_trains_beside_one_that_does_is_a_rank_too(story: Story) -> None:
+    story.rank(0, of=2, launcher="agent").steps(10, each=1.0).wait(5).crashed("RuntimeError: connection reset by peer")
+    story.rank(1, of=2, launcher="agent", role="process").wait(3).crashed("ImportError: no")
+    ledger = story.ledger()
+    assert ledger.ranks == sorted(ledger.attempts[0].views) == [0, 1]
+    assert ledger.failures[0]["rank"] == 1
+
+
+def test_without_ranks_the_process_that_started_no_other_is_the_job(story: Story) -> None:
+    agent = story.rank(start=0, role="process", program="torchrun").wait(1)
+    worker = story.rank(start=1, role="process").wait(9)
+    worker.crashed("ImportError: no")
+    agent.wait(20).finished()
+    ledger = story.ledger()
+    assert [account.outcome for account in ledger.attempts] == ["failed"]
+    assert took(ledger) == {"start.trainer_init": 9}
+
+
+def test_without_ranks_siblings_are_all_part_of_the_job(story: Story) -> None:
+    agent = story.rank(start=0, role="process", program="torchrun")
+    workers = [story.rank(n, of=2, start=1 + n, role="process", launcher="agent") for n in (0, 1)]
+    ledger = story.ledger(now=30, alive=(agent, *workers))
+    assert sorted(ledger.attempts[0].views) == [0, 1]
+    assert [name for name in ledger.notes if "no journal" in name] == []
+
+
+def test_processes_one_after_the_other_that_never_trained_are_what_they_were(story: Story) -> None:
+    story.rank(start=0, role="process", program="prepare.py").wait(10).finished()
+    story.rank(start=12, role="process", program="export.py").wait(10).finished()
+    ledger = story.ledger()
+    assert len(ledger.attempts) == 1
+    assert took(ledger) == {"start.launcher_init": 12, "start.trainer_init": 10}

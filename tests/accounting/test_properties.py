@@ -19,6 +19,7 @@ from headway.events.vocabulary import (
     Dropped,
     LoopBegin,
     Name,
+    Period,
     Process,
     ProcessEnd,
     ProcessGone,
@@ -40,6 +41,8 @@ NOW = Instant("a", 100 * SECOND, 5_000 * SECOND)
 
 moments = st.integers(2 * SECOND, 90 * SECOND) | st.integers(2, 90).map(lambda s: s * SECOND)
 steps = st.integers(0, 30)
+paths = st.sampled_from(("", "", "a.pt", "b.pt"))
+roles = st.sampled_from(("rank", "rank", "rank", "process", "launcher", "supervisor"))
 
 
 @st.composite
@@ -48,7 +51,14 @@ def step_runs(draw: st.DrawFn) -> StepRun:
     first = draw(steps)
     count = draw(st.integers(0, 8))
     length = draw(st.integers(0, 20 * SECOND))
-    return StepRun(0, count, first, first + count, begin, begin + length, draw(st.integers(-5, 20 * SECOND)))
+    flags, data = draw(st.integers(0, 1)), draw(st.integers(-5, 20 * SECOND))
+    return StepRun(flags, count, first, first + count, begin, begin + length, data)
+
+
+@st.composite
+def periods(draw: st.DrawFn) -> Period:
+    begin = draw(st.integers(-5 * SECOND, 90 * SECOND))
+    return Period(draw(st.integers(1, len(NAMES))), 7, begin, begin + draw(st.integers(-5, 40 * SECOND)))
 
 
 @st.composite
@@ -59,10 +69,10 @@ def records(draw: st.DrawFn) -> list[Record]:
     begins = started + draw(st.integers(-SECOND, 5 * SECOND))
     process = Process(
         t_ns=begins, wall_ns=begins + (4_000 if boot == "a" else 4_000 + draw(st.sampled_from((0, 0, 70)))) * SECOND,
-        boot=boot, node=boot, pid=1, job="j", rank=draw(st.integers(0, 2)), world_size=draw(st.integers(1, 3)),
+        boot=boot, node=boot, pid=draw(st.integers(1, 2)), job="j", role=draw(roles),
+        rank=draw(st.integers(0, 2)), world_size=draw(st.integers(1, 3)),
         started_ns=started, launcher=draw(st.sampled_from(("", "l"))), launch=draw(st.sampled_from(("", "0", "1"))),
         launcher_started_ns=draw(st.none() | moments), program=draw(st.sampled_from(("train.py", "tune.py"))),
-        role=draw(st.sampled_from(("rank", "rank", "rank", "supervisor"))),
     )  # fmt: skip
     span = st.integers(1, 6)
     some = st.one_of(
@@ -70,11 +80,13 @@ def records(draw: st.DrawFn) -> list[Record]:
         st.builds(SpanEnd, st.integers(0, 1), span, moments),
         step_runs(),
         step_runs(),
+        periods(),
         st.builds(LoopBegin, t_ns=moments, first=steps, batch_size=st.sampled_from((None, 8))),
-        st.builds(Saved, t_ns=moments, step=steps),
-        st.builds(Restored, t_ns=moments, step=steps),
+        st.builds(Saved, t_ns=moments, step=steps, path=paths, file=paths),
+        st.builds(Restored, t_ns=moments, step=st.none() | steps, path=paths, file=paths),
+        st.builds(dataclasses.replace, st.just(process), t_ns=moments, role=roles, rank=st.integers(0, 2)),
         st.builds(ProcessEnd, t_ns=moments, error=st.sampled_from((None, "boom"))),
-        st.builds(ProcessGone, t_ns=moments, exit_code=st.sampled_from((None, 0, -9))),
+        st.builds(ProcessGone, t_ns=moments, exit_code=st.sampled_from((None, 0, 1, -9))),
         st.builds(
             Scheduled,
             t_ns=moments,
@@ -145,7 +157,7 @@ def told(ledger: Ledger | None) -> object:
 def shift(record: Record, ns: int, wall_ns: int) -> Record:
     if isinstance(record, Name):
         return record
-    if isinstance(record, StepRun):
+    if isinstance(record, StepRun | Period):
         return dataclasses.replace(record, begin_ns=record.begin_ns + ns, end_ns=record.end_ns + ns)
     changes: dict[str, int] = {"t_ns": record.t_ns + ns}
     for name in ("started_ns", "launcher_started_ns"):

@@ -75,7 +75,7 @@ def test_any_damage_leaves_what_is_before_it_readable_and_is_told(tmp_path: Path
         damaged = bytearray(sound)
         first = len(sound)
         for _ in range(chance.randint(1, 6)):
-            at = chance.randrange(HEADER_BYTES, len(sound))
+            at = chance.randrange(HEADER_BYTES, len(damaged))
             kind = chance.random()
             if kind < 0.5:
                 damaged[at] ^= 1 << chance.randrange(8)
@@ -214,7 +214,7 @@ def json_record(kind: type, **fields: Any) -> bytes:
 
 
 def test_kinds_that_a_newer_headway_writes_are_skipped_without_a_word(tmp_path: Path) -> None:
-    unknown = [bytes([kind]) + tail for kind in (0, 5, 31, 41, 99, 255) for tail in (b"", b"\0\1\2", b"{}")]
+    unknown = [bytes([kind]) + tail for kind in (0, 6, 31, 41, 99, 255) for tail in (b"", b"\0\1\2", b"{}")]
     assert journal_of(tmp_path / "a.hwj", *unknown) == ([], [])
 
 

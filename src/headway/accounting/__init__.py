@@ -6,7 +6,9 @@ same records give the same ledger everywhere.
 
     rules      which bucket time goes to, what a stall is, which steps were new
     timeline   one process: records folded into pieces of time that do not overlap
-    attempts   which processes ran together, on one time axis, and when each attempt began and failed
+    members    which processes are the job's, on one time axis, and which only launched it
+    anchors    at which step a process went on that could not tell
+    attempts   which processes ran together, and when each attempt began and failed
     view       one rank in one attempt: its timeline, put into buckets
     rollup     a finished process's timeline in a kilobyte
     ledger     ranks, attempts and the job, from the pieces and the rules

@@ -193,5 +193,5 @@ def _saves(ledger: Ledger) -> int:
     counts: dict[int, int] = {}
     for attempt in ledger.attempts:
         for rank, view in attempt.views.items():
-            counts[rank] = counts.get(rank, 0) + sum(isinstance(m, Saved) for m in view.member.timeline.marks)
+            counts[rank] = counts.get(rank, 0) + sum(isinstance(c, Saved) for _, c in view.member.timeline.checkpoints)
     return max(counts.values(), default=0)

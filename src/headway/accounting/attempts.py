@@ -1,13 +1,16 @@
 """From processes to attempts: which processes ran together, on one time axis, and when each began and failed."""
 
-from collections.abc import Collection, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
+from headway.accounting.anchors import place_stints
+from headway.accounting.members import NEVER_NS, Member, gather_members
 from headway.accounting.rules import Stint
 from headway.accounting.timeline import Piece, RankStint, Timeline
-from headway.events.vocabulary import Activity, Process, Scheduled
+from headway.events.vocabulary import Activity, Scheduled
 
 CLOCK_TOLERANCE_NS = 250_000_000
 """Hosts whose clocks differ by less are taken to agree: the end of process-group initialisation is no sharper mark."""
@@ -22,50 +25,6 @@ class Instant(NamedTuple):
 
 
 @dataclass(slots=True)
-class Member:
-    """One rank's process in one attempt, on the job's time axis."""
-
-    name: str
-    timeline: Timeline
-    process: Process
-    offset_ns: int
-    """Adds to the process's own clock to give job time."""
-    alive: bool = False
-    lost: bool = False
-    """It lived when its node was last heard of, and the node was not heard of again."""
-    joint: list[int] = field(default_factory=list)
-    """For each of its stints, which of the attempt's it is part of."""
-
-    @property
-    def begin_ns(self) -> int:
-        """When the operating system started it."""
-        return min(self.process.started_ns, self.process.t_ns) + self.offset_ns
-
-    @property
-    def last_sign_ns(self) -> int:
-        """The last moment it is known to have lived."""
-        timeline = self.timeline
-        gone = timeline.gone.t_ns if timeline.gone else 0
-        return max(timeline.last_ns, gone, self.process.t_ns) + self.offset_ns
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether it ended by itself, without an error."""
-        ended, gone = self.timeline.ended, self.timeline.gone
-        return ended is not None and ended.error is None and (gone is None or gone.exit_code in (None, 0))
-
-    @property
-    def failed_at_ns(self) -> int | None:
-        """When it failed, where that was seen: by itself in an exception, or by whoever watched it."""
-        ended, gone = self.timeline.ended, self.timeline.gone
-        if ended is not None and ended.error is not None:
-            return ended.t_ns + self.offset_ns
-        if gone is not None and not self.is_clean:
-            return gone.t_ns + self.offset_ns
-        return None
-
-
-@dataclass(slots=True)
 class Attempt:
     """The processes that trained together, between one failure and the next."""
 
@@ -76,9 +35,18 @@ class Attempt:
     """The job's begin, or the failure of the attempt before."""
     end_ns: int = 0
     """Its failure; for the last attempt, the job's end so far."""
+    stopped_ns: int = 0
+    """Its own processes' end. That of the last attempt may come before the job's, which its launcher lives to see."""
     failed: bool = False
     failed_rank: int | None = None
+    """None where no rank failed, and yet its launcher did."""
+    exit_code: int | None = None
+    """Of the launcher that ended in its time, if that was a failure."""
     alive: bool = False
+    awaits_restart: bool = False
+    """Its processes failed and are gone, and its launcher lives: it may start them again."""
+    launched_ns: int | None = None
+    """When the first launcher began that is new to this attempt."""
     prepared_ns: int | None = None
     """When a script that only prepared the training started, if one did."""
     followed: list[Member] = field(default_factory=list)
@@ -110,37 +78,29 @@ class Attempt:
     @property
     def is_witnessed(self) -> bool:
         """Whether somebody saw its processes end."""
-        return any(member.timeline.gone for member in self.members.values())
+        return any(member.gone for member in self.members.values())
+
+    @property
+    def trains_unseen(self) -> bool:
+        """Whether all that is known of it is its launcher."""
+        return any(member.is_launcher for member in self.members.values())
 
 
 def gather_attempts(
     timelines: dict[str, Timeline], now: Instant, alive: Collection[str], lost: Collection[str]
 ) -> list[Attempt]:
     """All attempts of a job in order, on one time axis, each with its begin and end."""
-    offsets = _boot_offsets(timelines.values())
-    members = [
-        Member(name, timeline, timeline.process, offsets[timeline.process.boot], name in alive, name in lost)
-        for name, timeline in timelines.items()
-        if timeline.process is not None and timeline.process.role == "rank"
-    ]
+    members, launchers = gather_members(timelines, alive, lost)
     if not members:
         return []
     attempts = _group(members)
-    _align_hosts(attempts)
-    _set_ends(attempts, now)
+    _align_hosts(attempts, launchers)
+    _set_launches(attempts, launchers)
+    _set_ends(attempts, launchers, now)
+    place_stints(attempt.members for attempt in attempts)
     for attempt in attempts:
         attempt.stints = _stints(attempt)
     return attempts
-
-
-def _boot_offsets(timelines: Iterable[Timeline]) -> dict[str, int]:
-    """Wall minus monotonic time for each boot, as its first process read it: later jumps of the wall clock are void."""
-    first: dict[str, Process] = {}
-    for timeline in timelines:
-        process = timeline.process
-        if process is not None and (process.boot not in first or process.t_ns < first[process.boot].t_ns):
-            first[process.boot] = process
-    return {boot: process.wall_ns - process.t_ns for boot, process in first.items()}
 
 
 # --- grouping ------------------------------------------------------------------------------------------------------
@@ -228,7 +188,7 @@ def _starts_again(earlier: Member, later: Member) -> bool:
 # --- clocks --------------------------------------------------------------------------------------------------------
 
 
-def _align_hosts(attempts: list[Attempt]) -> None:
+def _align_hosts(attempts: list[Attempt], launchers: list[Member]) -> None:
     """Shifts hosts whose clocks disagree so that each process group was ready at one moment on all of them."""
     shifts: dict[str, int] = {}
     for attempt in attempts:
@@ -244,30 +204,49 @@ def _align_hosts(attempts: list[Attempt]) -> None:
             behind = reference - median_low(moments)
             shifts.setdefault(boot, behind if abs(behind) > CLOCK_TOLERANCE_NS else 0)
             known = known or [median_low(moments)]
-    for attempt in attempts:
-        for member in attempt.members.values():
-            member.offset_ns += shifts.get(member.process.boot, 0)
+    for member in (*launchers, *(member for attempt in attempts for member in attempt.members.values())):
+        member.offset_ns += shifts.get(member.process.boot, 0)
 
 
 # --- begins and ends -----------------------------------------------------------------------------------------------
 
 
-def _set_ends(attempts: list[Attempt], now: Instant) -> None:
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
-        members = attempt.members.values()
-        attempt.alive = following is None and any(member.alive for member in (*members, *attempt.followed))
-        if attempt.number == 0:
-            attempt.begin_ns = _job_begin(attempt)
+def _set_launches(attempts: list[Attempt], launchers: list[Member]) -> None:
+    """Finds each attempt's launchers: those that are new to it, and the first that failed before the next one began."""
+    begins = sorted(launcher.begin_ns for launcher in launchers)
+    failures = sorted(
+        (launcher.last_sign_ns, launcher.gone.exit_code)
+        for launcher in launchers
+        if launcher.gone and launcher.gone.exit_code
+    )
+    known = 0
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True) if launchers else ():
+        until = NEVER_NS if following is None else max(member.begin_ns for member in attempt.members.values())
+        begun = bisect_right(begins, until)
+        if begun > known:
+            attempt.launched_ns, known = begins[known], begun
+        first = bisect_left(failures, (attempt.first_start_ns,))
+        if first < len(failures) and (following is None or failures[first][0] < following.first_start_ns):
+            attempt.exit_code = failures[first][1]
+
+
+def _set_ends(attempts: list[Attempt], launchers: list[Member], now: Instant) -> None:
+    for attempt in attempts[:-1]:
         _set_failure(attempt)
-        if attempt.alive:
-            attempt.end_ns = _now_ns(attempt, now)
-        elif following is None:
-            attempt.end_ns = attempt.left_ns
-        else:
-            attempt.end_ns = min(attempt.end_ns, following.first_start_ns)
-        attempt.end_ns = max(attempt.end_ns, attempt.begin_ns)
-        if following is not None:
-            following.begin_ns = attempt.end_ns
+        following = attempts[attempt.number + 1]
+        attempt.end_ns = attempt.stopped_ns = min(attempt.end_ns, following.first_start_ns)
+    last = attempts[-1]
+    runs = any(member.alive for member in (*last.members.values(), *last.followed))
+    last.alive = runs or any(launcher.alive for launcher in launchers)
+    _set_failure(last)
+    last.stopped_ns = _now_ns(last, now) if runs else last.left_ns
+    last.end_ns = _now_ns(last, now) if last.alive else max([last.stopped_ns, *(m.last_sign_ns for m in launchers)])
+    last.awaits_restart = last.alive and not runs and not all(member.is_clean for member in last.members.values())
+    begin_ns = _job_begin(attempts[0])
+    for attempt in attempts:
+        attempt.begin_ns = begin_ns
+        attempt.end_ns = begin_ns = max(attempt.end_ns, begin_ns)
+        attempt.stopped_ns = min(max(attempt.stopped_ns, attempt.begin_ns), attempt.end_ns)
 
 
 def _set_failure(attempt: Attempt) -> None:
@@ -276,7 +255,7 @@ def _set_failure(attempt: Attempt) -> None:
     dead = {rank: m for rank, m in members.items() if not m.alive and not m.is_clean}
     lost = {rank: m.last_sign_ns for rank, m in dead.items() if m.lost}
     seen = {rank: at for rank, m in dead.items() if (at := m.failed_at_ns) is not None}
-    attempt.failed = bool(dead) and not attempt.alive
+    attempt.failed = not attempt.alive and (bool(dead) or attempt.exit_code is not None)
     if lost and min(lost.values()) <= min(seen.values(), default=1 << 62):  # what survivors raise then is an effect
         attempt.failed_rank = min(lost, key=lambda rank: (lost[rank], rank))
         attempt.end_ns = max(lost.values())
@@ -288,6 +267,8 @@ def _set_failure(attempt: Attempt) -> None:
         attempt.end_ns = max(m.last_sign_ns for m in dead.values())
     else:
         attempt.end_ns = max(m.last_sign_ns for m in members.values())
+    if attempt.exit_code is not None and attempt.trains_unseen:
+        attempt.failed_rank = None
 
 
 def _job_begin(attempt: Attempt) -> int:
@@ -297,6 +278,8 @@ def _job_begin(attempt: Attempt) -> int:
         for member in attempt.members.values()
         if member.process.launcher_started_ns is not None
     ]
+    if attempt.launched_ns is not None:
+        begins.append(attempt.launched_ns)
     if attempt.scheduled:
         begins.append(attempt.scheduled.eligible_wall_ns)
     return min(begins)
@@ -333,7 +316,9 @@ class Gap:
         """
         attempt, process, start = self._attempt, member.process, member.begin_ns
         launched = process.launcher_started_ns
-        launched_ns = start if launched is None else min(launched + member.offset_ns, start)
+        launches = [start if launched is None else min(launched + member.offset_ns, start)]
+        if attempt.launched_ns is not None:
+            launches.append(min(attempt.launched_ns, start))
         milestones: list[tuple[int, str]] = []
         if self._is_first:
             milestones.append((attempt.begin_ns, Activity.LAUNCHER_INIT))
@@ -350,8 +335,9 @@ class Gap:
                 milestones.append((milestones[-1][0], Activity.BACKOFF))
             milestones.append((scheduled.eligible_wall_ns, Activity.SCHEDULING))
             milestones.append((scheduled.allocated_wall_ns, Activity.HARDWARE_SETUP))
-        if launched_ns >= milestones[-1][0]:
-            milestones.append((launched_ns, Activity.LAUNCHER_INIT))
+        launches = [launched_ns for launched_ns in launches if launched_ns >= milestones[-1][0]]
+        if launches:
+            milestones.append((min(launches), Activity.LAUNCHER_INIT))
         pieces = _pieces(milestones, attempt.begin_ns, start)
         return _overlay(self._launcher, pieces) if self._launcher else pieces
 
@@ -392,7 +378,9 @@ def _stints(attempt: Attempt) -> list[Stint]:
     for rank in sorted(attempt.members):
         member = attempt.members[rank]
         member.joint, place, reached = [], 0, 0
-        for stint in _all_stints(member.timeline):
+        for at, stint in enumerate(member.timeline.all_stints()):
+            if member.placed:
+                stint = _shifted(stint, *member.placed[at])
             place += stint.first < reached  # it went back: what it now reaches it has reached before
             reached = stint.next
             while place < len(together) and not _touch(together[place], stint):
@@ -410,12 +398,10 @@ def _stints(attempt: Attempt) -> list[Stint]:
     return together
 
 
-def _all_stints(timeline: Timeline) -> list[RankStint]:
-    newest = timeline.open_stint()
-    if newest is None:
-        return timeline.stints
-    known = timeline.stints[:-1] if timeline.stints and newest.first == timeline.stints[-1].first else timeline.stints
-    return [*known, newest]
+def _shifted(stint: RankStint, shift: int, restored: int | None) -> RankStint:
+    """The stint in the job's step numbers."""
+    saved = None if stint.saved is None else stint.saved + shift
+    return RankStint(stint.first + shift, stint.next + shift, stint.batch_size, restored, saved)
 
 
 def _touch(joint: Stint, stint: RankStint) -> bool:

@@ -9,15 +9,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.accounting.attempts import Attempt, Gap, Instant, Member, gather_attempts
+from headway.accounting.attempts import CLOCK_TOLERANCE_NS, Attempt, Gap, Instant, gather_attempts
+from headway.accounting.members import Member
 from headway.accounting.rollup import Load, restore
 from headway.accounting.rules import OTHER, Bucket, Key, Lineage, StallRule, label_steps
 from headway.accounting.timeline import Piece, Timeline
-from headway.accounting.view import Labels, RankView, Sums
+from headway.accounting.view import UNATTRIBUTED, Labels, RankView, Sums
 from headway.events.journal import Batch, Cell
 from headway.events.vocabulary import STAGES, Record
 
-_UNATTRIBUTED: Key = (Bucket.UNATTRIBUTED, "")
+_UNSEEN = "no PyTorch training was seen in this job: its processes neither fetched batches nor stepped an optimizer"
 
 
 class JobAccounts:
@@ -58,7 +59,7 @@ class JobAccounts:
         return list(self._problems)
 
     def ledger(self, now: Instant, alive: Collection[str] = (), lost: Collection[str] = ()) -> "Ledger | None":
-        """The ledger as of `now`; None while no rank has begun.
+        """The ledger as of `now`; None while no process has begun.
 
         `alive` names the processes that live, `lost` those that lived when their node was heard of for the last time.
         """
@@ -85,12 +86,15 @@ class JobAccounts:
 
     def _notes(self, attempts: list[Attempt]) -> list[str]:
         notes = list(self._problems)
+        if attempts[0].trains_unseen:
+            notes.append(_UNSEEN)
         for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
             missing = sorted(set(range(attempt.world_size)) - set(attempt.members))
             if missing:
                 notes.append(f"attempt {attempt.number}: no journal of rank {_ranks(missing)} of {attempt.world_size}")
             for rank, member in sorted(attempt.members.items()):
-                if attempt.alive and not member.alive and not member.is_clean:
+                others_run = attempt.alive and not attempt.awaits_restart
+                if others_run and not member.alive and not member.is_clean:
                     since = (member.last_sign_ns - attempts[0].begin_ns) / 1e9
                     notes.append(f"rank {rank} is gone since {since:.0f} s into the job, while others still run")
             for node in sorted({m.process.node for m in attempt.members.values() if m.lost and not m.is_clean}):
@@ -206,11 +210,11 @@ def _stitch(ledger: AttemptLedger) -> AttemptLedger:
 
 
 def _loop_sums(views: dict[int, RankView], by_loss: list[int], begin: int, end: int) -> Sums:
-    """The loop's time, from the rank that lost most; when that one leaves, from the next of those that are left."""
+    """The loop's time, from the rank that lost most; when that one leaves, from the next of those that stay on."""
     parts, at = [], begin
     for rank in by_loss:
         until = min(views[rank].last_step_end_ns or at, end)
-        if until > at:
+        if until - at > CLOCK_TOLERANCE_NS or until == end > at:
             parts.append(_explained(views, rank, at, until))
             at = until
     return _total(parts)
@@ -226,7 +230,7 @@ def _explained(views: dict[int, RankView], slow: int, begin: int, end: int) -> S
         low, high = max(low, begin), min(high, end)
         left = high - low
         for rank, view in views.items():
-            if rank == slow or left <= 0:
+            if rank == slow or left <= 0 or view.most_caused_ns <= (high - low) // 2:
                 continue
             for key, ns in view.sums(low, high).items():
                 if key[0] in _CAUSES and ns > (high - low) // 2:
@@ -313,7 +317,7 @@ class Ledger:
     def rank_sums(self, rank: int) -> Sums:
         """One rank's time; an attempt it should have been part of and was not is unattributed."""
         return _total(
-            attempt.views[rank].sums_all if rank in attempt.views else {_UNATTRIBUTED: attempt.wall_ns}
+            attempt.views[rank].sums_all if rank in attempt.views else {UNATTRIBUTED: attempt.wall_ns}
             for attempt in self.attempts
             if rank in attempt.views or rank < attempt.attempt.world_size
         )
@@ -325,7 +329,7 @@ class Ledger:
         account = self.attempts[attempt]
         if rank is None:
             return account.sums
-        return account.views[rank].sums_all if rank in account.views else {_UNATTRIBUTED: account.wall_ns}
+        return account.views[rank].sums_all if rank in account.views else {UNATTRIBUTED: account.wall_ns}
 
     @property
     def ranks(self) -> list[int]:
@@ -371,8 +375,8 @@ def _total(parts: Iterable[Sums]) -> Sums:
 
 
 def _category(attempt: Attempt) -> str | None:
-    member = attempt.members.get(attempt.failed_rank or 0)
+    member = None if attempt.failed_rank is None else attempt.members.get(attempt.failed_rank)
     if member is None:
         return None
-    told = (member.timeline.gone, member.timeline.ended)
+    told = (member.gone, member.timeline.ended)
     return next((record.category for record in told if record and record.category), None)

@@ -16,7 +16,7 @@ from headway.accounting.timeline import Piece, Pieces, RankStint, Timeline
 from headway.events.journal import Cell
 from headway.events.vocabulary import Activity, Process, ProcessEnd, ProcessGone, Record, Restored, Saved, Scheduled
 
-VERSION = 1
+VERSION = 2
 """Changes with anything that changes what a fold gives. Another version's roll-ups are not used."""
 
 MOST_POINTS = 512
@@ -25,7 +25,7 @@ MOST_POINTS = 512
 Load = Callable[[], tuple[Iterable[Record], Cell | None]]
 
 _WHAT: dict[str, str] = {NOTHING: NOTHING} | {str(what): what for what in (*Activity, *Loop)}
-_MARKS: dict[str, type[Saved] | type[Restored]] = {"s": Saved, "r": Restored}
+_CHECKPOINTS: dict[str, type[Saved] | type[Restored]] = {"s": Saved, "r": Restored}
 
 
 def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
@@ -52,9 +52,9 @@ def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
         "loop": [loop.items[0].begin_ns, loop.items[-1].end_ns] if loop.items else None,
         "sums": list(loop.sums.items()),
         "stints": [_thinned(stint) for stint in timeline.stints],
-        "marks": [["s" if isinstance(m, Saved) else "r", m.t_ns, m.step]
-                  for m in timeline.marks if isinstance(m, Saved | Restored)],
+        "checkpoints": [_checkpoint(at, record) for at, record in timeline.checkpoints],
         "open": [timeline._at, timeline._floor, timeline._winner, _trimmed(timeline._pending)],
+        "waits_anywhere": timeline._waits_anywhere,
         "pace": timeline._pace.condensed(),
     }  # fmt: skip
     return json.dumps(data, separators=(",", ":")).encode()
@@ -88,7 +88,12 @@ def _restored(told: dict[str, Any], load: Load) -> Timeline:
     timeline.first_step_ns, timeline.last_step_ns = told["first_step_ns"], told["last_step"]
     timeline.init = _pieces(told["init"])
     timeline.stints = [RankStint(*stint) for stint in told["stints"]]
-    timeline.marks = [_MARKS[kind](t_ns=t_ns, step=step) for kind, t_ns, step in told["marks"]]
+    timeline.checkpoints = [
+        (at, _CHECKPOINTS[kind](t_ns=t_ns, step=step, path=path, file=file))
+        for at, kind, t_ns, step, path, file in told["checkpoints"]
+    ]
+    timeline.loads = sum(record.step is None for _, record in timeline.checkpoints)
+    timeline._waits_anywhere = told["waits_anywhere"]
     timeline._at, timeline._floor, winner, pending = told["open"]
     timeline._winner, timeline._pending = _WHAT[winner], _pieces(pending)
     timeline._pace = Pace(told["pace"])
@@ -98,6 +103,10 @@ def _restored(told: dict[str, Any], load: Load) -> Timeline:
         begin_ns, end_ns = told["loop"]
         timeline.loop = _RolledPieces(sums, begin_ns, end_ns, timeline.unroll)
     return timeline
+
+
+def _checkpoint(at: int, record: Saved | Restored) -> tuple[Any, ...]:
+    return at, "s" if isinstance(record, Saved) else "r", record.t_ns, record.step, record.path, record.file
 
 
 def _trimmed(pieces: list[Piece]) -> list[tuple[Any, ...]]:

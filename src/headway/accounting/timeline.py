@@ -8,7 +8,7 @@ the time after the last step) is laid over the settled part whenever the timelin
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,11 +17,13 @@ from headway.accounting.rules import NOTHING, PRECEDENCE, Loop, Pace, StallRule,
 from headway.events.journal import Cell
 from headway.events.vocabulary import (
     KNOWN_NAMES,
+    WAITS_ANYWHERE,
     Activity,
     Dropped,
     LoopBegin,
     Mark,
     Name,
+    Period,
     Process,
     ProcessEnd,
     ProcessGone,
@@ -35,6 +37,10 @@ from headway.events.vocabulary import (
 )
 
 STEP_PLACE = PRECEDENCE[Loop.STEP]
+
+REACH = 1024
+"""A period that is told late takes its time from at most so many of the newest pieces: no history makes it dear."""
+
 Timed = Process | ProcessEnd | Scheduled | LoopBegin | Saved | Restored | Mark | Dropped
 
 _ACTIVITIES = {activity.value: activity for activity in Activity}
@@ -155,9 +161,10 @@ class Timeline:
     """Folds one process's records. Times stay on the process's own monotonic clock."""
 
     __slots__ = (
-        "_at", "_floor", "_names", "_open", "_open_spans", "_pace", "_pending", "_restored", "_rule", "_spans",
-        "_winner", "cell", "dropped", "ended", "first_step", "first_step_ns", "gone", "group_ready_ns", "init",
-        "last_ns", "last_step_ns", "loop", "marks", "process", "scheduled", "stints", "unroll",
+        "_at", "_early", "_floor", "_has_loaded", "_names", "_open", "_open_spans", "_pace", "_pending", "_restored",
+        "_rule", "_spans", "_waits_anywhere", "_winner", "cell", "checkpoints", "dropped", "ended", "first_step",
+        "first_step_ns", "gone", "group_ready_ns", "init", "last_ns", "last_step_ns", "loads", "loop", "marks",
+        "process", "scheduled", "stints", "unroll",
     )  # fmt: skip
 
     def __init__(self, rule: StallRule | None = None) -> None:
@@ -180,7 +187,11 @@ class Timeline:
         self.loop = Pieces()
         """From there to the end of its last settled run of steps."""
         self.stints: list[RankStint] = []
-        self.marks: list[Mark | Saved | Restored] = []
+        self.marks: list[Mark] = []
+        self.checkpoints: list[tuple[int, Saved | Restored]] = []
+        """In order, each with the stint it belongs to: that in which it was saved, or that which began from it."""
+        self.loads = 0
+        """How many of them were only loaded: what they hold, the process could not tell."""
         self._rule = rule or StallRule()
         self._pace = Pace()
         self._names: dict[int, str] = {}
@@ -193,6 +204,9 @@ class Timeline:
         self._pending: list[Piece] = []
         self._floor = self._at = 0
         self._restored: int | None = None
+        self._has_loaded = False
+        self._waits_anywhere = False
+        self._early: list[Record] = []
         self.unroll: Callable[[], Timeline] | None = None
         """For a timeline restored from a roll-up: folds its records after all."""
 
@@ -200,11 +214,20 @@ class Timeline:
 
     def add(self, records: Iterable[Record], cell: Cell | None = None) -> None:
         """Takes in records in the order they were written, and the newest step cell."""
-        for record in records:
+        for record in records if self.process is not None else self._from_process_on(records):
             _FOLDS[type(record)](self, record)
         if cell is not None:
             self.cell = cell
             self.last_ns = max(self.last_ns, cell.end_ns, cell.since_ns)
+
+    def _from_process_on(self, records: Iterable[Record]) -> list[Record]:
+        """The records, as soon as one of them says whose they are: that one first, even where it was not the first."""
+        self._early += records
+        at = next((at for at, record in enumerate(self._early) if isinstance(record, Process)), None)
+        if at is None:
+            return []
+        early, self._early = self._early, []
+        return [early[at], *early[:at], *early[at + 1 :]]
 
     def _process_begins(self, record: Process) -> None:
         self._lives(record)
@@ -212,6 +235,11 @@ class Timeline:
             self.process = record
             self._floor = self._at = min(record.started_ns, record.t_ns)
             self._advance(record.t_ns, Activity.IMPORTS)
+        else:
+            self.process = replace(
+                self.process, role=record.role, rank=record.rank, local_rank=record.local_rank,
+                world_size=record.world_size,
+            )  # fmt: skip
 
     def _lives(self, record: Timed) -> None:
         if record.t_ns > self.last_ns:
@@ -267,18 +295,52 @@ class Timeline:
             if activity is Activity.PROCESS_GROUP_INIT and self.group_ready_ns is None:
                 self.group_ready_ns = t_ns
 
+    def _period(self, record: Period) -> None:
+        number, begin, end = record.name, record.begin_ns, record.end_ns
+        self._spans.append((SpanBegin(number, 0, record.thread, begin), end))
+        if end > self.last_ns:
+            self.last_ns = end
+        activity = _KNOWN.get(number) or _ACTIVITIES.get(self._names.get(number, ""))
+        if activity is not None:
+            self._advance(end, self._winner)
+            self._claim(max(begin, self._floor), end, activity)
+            if activity is Activity.PROCESS_GROUP_INIT and self.group_ready_ns is None:
+                self.group_ready_ns = end
+
+    def _claim(self, begin: int, end: int, activity: Activity) -> None:
+        """Gives `activity` what of a stretch is neither settled nor a stronger one's. Like neighbours become one piece,
+        so that periods told over and over do not make each other dear."""
+        pending = self._pending
+        if begin >= end:
+            return
+        low = max(bisect_right(pending, begin, key=_begin) - 1, len(pending) - REACH, 0)
+        high = bisect_left(pending, end, low, key=_begin)
+        before, inside, after = _split(pending[low:high], begin, end)
+        for piece in inside:
+            what = activity if PRECEDENCE[activity] <= PRECEDENCE[piece.what] else piece.what
+            last = before[-1] if before else None
+            if last and last.what == what:
+                before[-1] = last._replace(end_ns=piece.end_ns)
+            else:
+                before.append(piece._replace(what=what))
+        pending[low:high] = before + after
+
     def _loop_begins(self, record: LoopBegin) -> None:
         self._lives(record)
         stint = self.stints[-1] if self.stints else None
         goes_on = stint and stint.next == record.first and stint.batch_size == record.batch_size
-        if not goes_on or self._restored is not None:
+        if not goes_on or self._restored is not None or self._has_loaded:
             self.stints.append(RankStint(record.first, record.first, record.batch_size, self._restored))
-            self._restored = None
+            self._restored, self._has_loaded = None, False
 
     def _checkpoint(self, record: Saved | Restored) -> None:
         self._lives(record)
-        self.marks.append(record)
-        if isinstance(record, Restored):
+        restored = isinstance(record, Restored)
+        self.checkpoints.append((len(self.stints) - (not restored), record))
+        if record.step is None:
+            self.loads += 1
+            self._has_loaded = True
+        elif restored:
             self._restored = record.step
         elif self.stints:
             self.stints[-1].saved = record.step
@@ -300,8 +362,10 @@ class Timeline:
         stints = self.stints
         if not stints or stints[-1].next != first:
             stints.append(RankStint(first, first))
+            self._has_loaded = False
         stint = stints[-1]
         stint.next = next
+        self._waits_anywhere = run.flags & WAITS_ANYWHERE != 0
         if begin == self._at and not self._pending:  # as always, unless a span came since the run before
             self._at = end
             pieces = self._lay_run(run, [_piece((begin, end, self._winner, -1, 0, 0))], len(stints) - 1, self._pace)
@@ -335,7 +399,7 @@ class Timeline:
         free_ns = whole[1] - whole[0] if whole else _free_ns(inside)
         if data_ns <= 0:
             data_ns = 0
-        elif count > 1 or (whole and whole[0] == run.begin_ns):
+        elif count > 1 or self._waits_anywhere or (whole and whole[0] == run.begin_ns):
             data_ns = data_ns if data_ns < free_ns else free_ns
         else:
             data_ns = _free_ns(_split(inside, run.begin_ns, run.begin_ns + data_ns)[1])
@@ -399,6 +463,14 @@ class Timeline:
         if stint is None or stint.next != cell.first:
             return RankStint(cell.first, cell.next)
         return RankStint(stint.first, cell.next, stint.batch_size, stint.restored, stint.saved)
+
+    def all_stints(self) -> list[RankStint]:
+        """Every stint, with the steps that so far only the cell knows of."""
+        newest = self.open_stint()
+        if newest is None:
+            return self.stints
+        known = self.stints[:-1] if self.stints and newest.first == self.stints[-1].first else self.stints
+        return [*known, newest]
 
     def _warm_init(self) -> list[Piece]:
         """The pieces up to the first step's end. A first step far longer than a typical one was warming up."""
@@ -524,6 +596,7 @@ _FOLDS: dict[type, Callable[[Timeline, Any], None]] = {
     SpanBegin: Timeline._span_begins,
     SpanEnd: Timeline._span_ends,
     StepRun: Timeline._steps,
+    Period: Timeline._period,
     Process: Timeline._process_begins,
     ProcessEnd: Timeline._process_ends,
     ProcessGone: Timeline._process_gone,

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from headway.accounting.attempts import Attempt, Member
+from headway.accounting.attempts import Attempt
+from headway.accounting.members import Member
 from headway.accounting.rules import Bucket, Key, Loop, Part, bucket
 from headway.accounting.timeline import Piece, cut
 from headway.events.vocabulary import Activity
@@ -12,6 +13,11 @@ from headway.events.vocabulary import Activity
 Sums = dict[Key, int]
 Labels = list[tuple[float, float, Bucket]]
 
+UNATTRIBUTED: Key = (Bucket.UNATTRIBUTED, "")
+
+_CAUSES: tuple[str, ...] = (
+    Activity.CHECKPOINT_BLOCKING, Activity.DATA_WAIT, Activity.PT2_COMPILATION, Activity.EVALUATION
+)  # fmt: skip
 _bucket = cache(bucket)
 _STEP_KEYS: dict[Bucket, Key] = {b: (b, "") for b in Bucket}
 
@@ -19,17 +25,20 @@ _STEP_KEYS: dict[Bucket, Key] = {b: (b, "") for b in Bucket}
 class RankView:
     """One rank's time in one attempt, from the attempt's begin to its end."""
 
-    __slots__ = ("_gap", "_labels", "_look", "_parts", "attempt", "end_ns", "first_step_end_ns", "is_last",
-                 "last_step_end_ns", "member", "_sums_all")  # fmt: skip
+    __slots__ = ("_gap", "_labels", "_look", "_most_caused_ns", "_parts", "attempt", "end_ns", "first_step_end_ns",
+                 "is_last", "last_step_end_ns", "member", "_sums_all")  # fmt: skip
 
     def __init__(self, attempt: Attempt, member: Member, is_last: bool, gap: list[Piece], labels: list[Labels]) -> None:
         self.attempt, self.member, self.is_last = attempt, member, is_last
         self._gap = gap
         self._labels = [labels[joint] for joint in member.joint]
+        if member.placed:
+            own = zip(self._labels, member.placed, strict=True)
+            self._labels = [[(a - shift, b - shift, label) for a, b, label in steps] for steps, (shift, _) in own]
         timeline = member.timeline
         # A process that vanished was at whatever it was last seen at until its attempt failed.
-        vanished = not member.is_clean and timeline.gone is None and timeline.ended is None
-        self.end_ns = attempt.end_ns if member.alive or vanished else max(member.last_sign_ns, member.begin_ns)
+        vanished = not member.is_clean and member.gone is None and timeline.ended is None
+        self.end_ns = attempt.stopped_ns if member.alive or vanished else max(member.last_sign_ns, member.begin_ns)
         seen_ns = max(self.end_ns, member.last_sign_ns)  # a run in the cell may end after the attempt did: laid whole
         self._look = look = timeline.look(seen_ns - member.offset_ns, member.alive)
         trained = timeline.first_step is not None
@@ -44,6 +53,7 @@ class RankView:
             last_steps.append(timeline.last_step_ns + offset)
         self.last_step_end_ns = max(last_steps, default=None)
         self._sums_all: Sums | None = None
+        self._most_caused_ns: int | None = None
 
     @property
     def sums_all(self) -> Sums:
@@ -100,6 +110,19 @@ class RankView:
         pieces, offset = (*self._look.loop.items, *self._look.open_run), self.member.offset_ns
         return [(p.begin_ns + offset, p.end_ns + offset) for p in pieces if p.what is Loop.STALL]
 
+    @property
+    def most_caused_ns(self) -> int:
+        """The most time it spent on any one thing that other ranks may have stalled for: tells whether to ask further."""
+        if self._most_caused_ns is None:
+            loop = self._look.loop.sums
+            sums = {what: loop.get(what, 0) for what in _CAUSES}
+            for pieces, _ in self._parts:
+                for piece in pieces:
+                    if piece.what in sums:
+                        sums[piece.what] += piece.end_ns - piece.begin_ns
+            self._most_caused_ns = max(sums.values())
+        return self._most_caused_ns
+
     def bars(self) -> list[tuple[str, int, int, int]]:
         """Every span as recorded: name, thread, begin and end in job time."""
         timeline, offset = self.member.timeline, self.member.offset_ns
@@ -135,10 +158,12 @@ class RankView:
 
     def _after(self) -> Key:
         """What the time behind this rank's end is: nobody has noticed yet that it died, or it waits for the others."""
-        unnoticed = self.attempt.alive and not self.member.is_clean
+        unnoticed = self.attempt.awaits_restart or (self.attempt.alive and not self.member.is_clean)
         return self._key(Activity.DETECTION if unnoticed else "", Part.TAIL)
 
     def _key(self, what: str, part: Part) -> Key:
+        if self.member.is_launcher:
+            return UNATTRIBUTED
         return _bucket(what, part, self.attempt.number == 0, self.is_last)
 
     def _add_piece(self, sums: Sums, piece: Piece, part: Part) -> None:

@@ -15,6 +15,7 @@ _SECRET_WORDS = frozenset(
 _ASSIGNED = re.compile(
     r"""((?:^|[?&;,{\s"'])["']?([\w.+-]+)["']?\s*[=:]\s*["']?(?:bearer\s+|basic\s+)?)[^\s&"',;}]+""", re.I
 )
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -34,7 +35,7 @@ def describe(
         pid=pid,
         job=job,
         role=role,
-        rank=_number(environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+        rank=_number(environ, *_RANKS),
         local_rank=_number(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
         world_size=max(1, _number(environ, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
         started_ns=clock.process_started_ns(pid) or now,
@@ -47,20 +48,28 @@ def describe(
     )
 
 
+def is_ranked(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher gave this process a rank."""
+    return any(environ.get(name, "").isdecimal() for name in _RANKS)
+
+
 def process_name(process: Process) -> str:
     """A name no other process has, not even one that got the same pid later."""
     return f"{process.node}-{process.boot[:8]}-{process.pid}-{start_ticks(process.pid) or process.t_ns}"
 
 
-def job_name(environ: Mapping[str, str], given: str = "") -> str:
-    """The job this process belongs to: the given name, else the scheduler's or the launcher's id, else a new one."""
+def job_name(environ: Mapping[str, str], given: str = "", script: str = "") -> str:
+    """The job this process belongs to: the given name, else the scheduler's or the launcher's id, else a new one.
+
+    `script` stands for the program that the last two are named after, where that is not the one that runs here.
+    """
     if given:
         return given
     if slurm := environ.get("SLURM_JOB_ID"):
         if array := environ.get("SLURM_ARRAY_JOB_ID"):
             return f"slurm-{array}_{environ.get('SLURM_ARRAY_TASK_ID', '0')}"
         return f"slurm-{slurm}"
-    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c") else "python"
+    script = Path(script or _script()).stem
     if run := environ.get("TORCHELASTIC_RUN_ID"):
         if run != "none":
             return f"{script}-{run[:8] if _UUID.fullmatch(run) else run}"
@@ -94,6 +103,10 @@ def _is_secret(name: str) -> bool:
     """Whether a name like `--api-key`, `wandbToken` or `DB_PASSWORD` promises a secret."""
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name).lower()
     return not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", spaced))
+
+
+def _script() -> str:
+    return sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "python"
 
 
 def _program() -> str:

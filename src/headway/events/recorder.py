@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
@@ -19,9 +19,11 @@ from headway.events.journal import Nowhere, Writer
 from headway.events.vocabulary import (
     KNOWN_NAMES,
     OWN_NAMES,
+    WAITS_ANYWHERE,
     LoopBegin,
     Mark,
     Name,
+    Period,
     Record,
     SpanBegin,
     SpanEnd,
@@ -61,6 +63,8 @@ class Recorder:
         self._named = itertools.count()
         self._span = 0
         self._append = writer.append
+        self.told: Callable[[], None] | None = None
+        """Called when a script measures its steps itself: whoever guesses them from outside stands back."""
         _recorders.add(self)
 
     def record(self, record: Record) -> bool:
@@ -68,7 +72,7 @@ class Recorder:
         try:
             payload = encode(record)
         except Exception as error:  # attributes are the caller's, and JSON has no words for some: the record says so
-            if not isinstance(record, Mark | SpanBegin):
+            if not isinstance(record, Mark | SpanBegin | Period):
                 raise
             payload = encode(replace(record, attrs={"unwritable": type(error).__name__}))
         return self._append(payload)
@@ -76,6 +80,11 @@ class Recorder:
     def span(self, name: str, **attrs: Any) -> "Span":
         """A context manager that times an activity. Names of `Activity` count in the ledger, others are shown."""
         return Span(self, self._names.get(name) or self._number(name), attrs)
+
+    def period(self, name: str, begin_ns: int, end_ns: int, **attrs: Any) -> None:
+        """Notes an activity that was recognised only once it was over."""
+        number = self._names.get(name) or self._number(name)
+        self.record(Period(number, _thread() & 0xFFFFFFFF, begin_ns, end_ns, attrs or None))
 
     def mark(self, name: str, **attrs: Any) -> None:
         """Notes that something happened now."""
@@ -85,6 +94,8 @@ class Recorder:
         self, batches: Iterable[T], first: int | None = None, batch_size: int | None = None
     ) -> Iterator[tuple[int, T]]:
         """Yields `(step, batch)`, measuring each step and its wait for data; `first` numbers the first one."""
+        if self.told:
+            self.told()
         meter = self.steps_meter
         step = meter.open(first, batch_size)
         try:
@@ -157,8 +168,8 @@ class StepMeter:
     unlike steps are no longer rare, it follows them.
     """
 
-    __slots__ = ("_begin", "_cell", "_count", "_data", "_end", "_first", "_left", "_limit", "_mark", "_next", "_now",
-                 "_open", "_recorder", "_since", "_spans", "_undo", "_unlike")  # fmt: skip
+    __slots__ = ("_begin", "_cell", "_count", "_data", "_end", "_first", "_flags", "_left", "_limit", "_mark", "_next",
+                 "_now", "_open", "_recorder", "_since", "_spans", "_undo", "_unlike")  # fmt: skip
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
@@ -167,16 +178,20 @@ class StepMeter:
         self._open = False
         self._first = self._next = self._mark = 0
         self._begin = self._end = self._since = self._data = self._count = 0
-        self._limit = 0
+        self._limit = self._flags = 0
         self._unlike: list[int] = []
         self._left: tuple[CodeType, int] | None = None
         self._undo = (0, 0, 0, 0)
         self._spans = 0
 
-    def open(self, first: int | None = None, batch_size: int | None = None) -> int:
-        """A loop begins, at step `first` (by default after the last one). Returns the number of its first step."""
+    def open(self, first: int | None = None, batch_size: int | None = None, at_ns: int | None = None) -> int:
+        """A loop begins, at step `first` (by default after the last one). Returns the number of its first step.
+
+        `at_ns` is for who recognises a loop only some time after it began, and then tells of its steps by `step`.
+        """
         self.close()
-        now = self._now()
+        now = self._now() if at_ns is None else at_ns
+        self._flags = 0 if at_ns is None else WAITS_ANYWHERE
         first = self._next if first is None else int(first)  # JSON has no words for an array library's integers
         batch_size = None if batch_size is None else int(batch_size)
         self._recorder.record(LoopBegin(t_ns=now, first=first, batch_size=batch_size))
@@ -214,6 +229,46 @@ class StepMeter:
         elif alone:
             self._write_run()
         self._cell.write(self._first, next, self._begin, now, self._data, self._count, 0)
+
+    def step(self, now_ns: int, waited_ns: int, since_ns: int) -> None:
+        """A step is done at `now_ns`, and waited for data somewhere in it; the next begins here. `since_ns` as in the
+        cell: now if the next is under way at once, -1 if the loop may be over."""
+        took = now_ns - self._end
+        unlike = took > self._limit
+        if unlike and self._count:
+            self._write_run()
+        self._data += waited_ns
+        self._count = count = self._count + 1
+        self._end = now_ns
+        self._next += 1
+        if unlike or count >= RUN_LIMIT:
+            self._adapt(now_ns - self._begin, unlike)
+            self._write_run()
+        self._cell.write(self._first, self._next, self._begin, now_ns, self._data, self._count, since_ns)
+
+    def waits(self, since_ns: int) -> None:
+        """The step under way waits for data (0), or has it since `since_ns`."""
+        self._cell.write(self._first, self._next, self._begin, self._end, self._data, self._count, since_ns)
+
+    def pause(self, at_ns: int | None = None) -> None:
+        """The loop is over for now. `at_ns`: the last step's own work went on until then."""
+        if at_ns is not None and at_ns > self._end:
+            self._end = at_ns
+            self._write_run()  # of no steps, if all are written: then this is the last one's time
+        else:
+            self.flush()
+        self._store(-1)
+
+    def resume(self, at_ns: int) -> None:
+        """The loop goes on at `at_ns`: what came since the pause is none of its time."""
+        if not self._count:  # else the last run found no space, and goes on
+            self._begin = self._end = max(at_ns, self._end)
+        self._store(0)
+
+    @property
+    def steps_done(self) -> int:
+        """The number of the step under way, or of the next one: all before it are done."""
+        return self._next
 
     @property
     def upcoming(self) -> int:
@@ -268,7 +323,7 @@ class StepMeter:
 
     def _write_run(self) -> bool:
         run = (self._count, self._first, self._next, self._begin, self._end, self._data)
-        written = self._recorder._append(_pack_run(StepRun.KIND, 0, *run), 0)
+        written = self._recorder._append(_pack_run(StepRun.KIND, self._flags, *run), 0)
         if written:
             self._first, self._begin = self._next, self._end
             self._count = self._data = 0

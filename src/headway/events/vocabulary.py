@@ -18,6 +18,9 @@ from typing import Any, ClassVar
 FORMAT = 1
 """Version of the framing and of the packed records. It changes only when an older reader would misread."""
 
+WAITS_ANYWHERE = 1
+"""Bit of `StepRun.flags`: the waits for data lie anywhere in the run, not at the begin of each step."""
+
 NAME_LIMIT = 200
 """Longest text, in characters, kept of a name; the rest is cut off."""
 
@@ -114,13 +117,14 @@ class SpanEnd:
 class StepRun:
     """Consecutive steps of like duration, from `first` up to and without `next`; a stalled step is a run of its own.
 
-    Each step begins where the one before it ended, with the wait for its data: `data_ns` is the sum of those waits.
+    Each step begins where the one before it ended, with the wait for its data unless `flags` say otherwise: `data_ns`
+    is the sum of those waits.
     """
 
     KIND: ClassVar[int] = 4
     LAYOUT: ClassVar[struct.Struct] = struct.Struct("<BxHIqqqqq")
     flags: int
-    """0: room for later."""
+    """`WAITS_ANYWHERE`, or 0; room for later."""
     count: int
     """Steps measured; fewer than `next - first` where the loop counts several as one."""
     first: int
@@ -130,12 +134,26 @@ class StepRun:
     data_ns: int
 
 
+@dataclass(slots=True)
+class Period:
+    """An activity that was recognised only once it was over, from `begin_ns` up to `end_ns`."""
+
+    KIND: ClassVar[int] = 5
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<BxHIqq")
+    name: int
+    thread: int
+    begin_ns: int
+    end_ns: int
+    attrs: dict[str, Any] | None = None
+
+
 # --- JSON records --------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """Who writes this journal. Always its first record."""
+    """Who writes this journal. Always its first record. Written again, it tells anew what the process turned out to be:
+    `role`, `rank`, `local_rank` and `world_size` count from the later one, all else from the first."""
 
     KIND: ClassVar[int] = 32
     t_ns: int
@@ -146,7 +164,8 @@ class Process:
     pid: int
     job: str
     role: str = "rank"
-    """`rank`, `supervisor`, `publisher` …; only ranks train."""
+    """`rank` trains; `process` may turn out to; `launcher` is the command that the job was started with; `supervisor`
+    and `publisher` do neither."""
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -207,6 +226,7 @@ class LoopBegin:
     KIND: ClassVar[int] = 36
     t_ns: int
     first: int
+    """Counted from the process's own start where it cannot know at which step it resumed."""
     batch_size: int | None = None
     """Samples a step takes on this rank, where known."""
 
@@ -219,6 +239,8 @@ class Saved:
     t_ns: int
     step: int
     path: str = ""
+    file: str = ""
+    """Names the file itself, whatever path leads to it; readers only compare it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,8 +249,10 @@ class Restored:
 
     KIND: ClassVar[int] = 38
     t_ns: int
-    step: int
+    step: int | None
+    """None where something was loaded, and only what was saved to `path` or as `file` can tell which step it holds."""
     path: str = ""
+    file: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -250,7 +274,7 @@ class Dropped:
     count: int
 
 
-Packed = Name | SpanBegin | SpanEnd | StepRun
+Packed = Name | SpanBegin | SpanEnd | StepRun | Period
 Record = Packed | Process | ProcessEnd | ProcessGone | Scheduled | LoopBegin | Saved | Restored | Mark | Dropped
 
 _JSON_KINDS: dict[int, type] = {
@@ -283,6 +307,9 @@ def encode(record: Record) -> bytes:
             return SpanEnd.LAYOUT.pack(SpanEnd.KIND, record.failed, record.span, record.t_ns)
         case StepRun():
             return StepRun.LAYOUT.pack(StepRun.KIND, *dataclasses.astuple(record))
+        case Period():
+            head = Period.LAYOUT.pack(Period.KIND, record.name, record.thread, record.begin_ns, record.end_ns)
+            return head + _json(record.attrs) if record.attrs else head
     body = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     return bytes([record.KIND]) + _json(body)
 
@@ -297,13 +324,21 @@ def decode(payload: bytes) -> Record | None:
             return SpanEnd(*_unpack_end(payload))
         if kind == SpanBegin.KIND:
             name, span, thread, t_ns = _unpack_begin(payload)
-            trailer = payload[_BEGIN_BYTES:]
-            return SpanBegin(name, span, thread, t_ns, _parse(trailer.decode())[0] if trailer else None)
+            return SpanBegin(name, span, thread, t_ns, _attrs(payload, _BEGIN_BYTES))
+        if kind == Period.KIND:
+            name, thread, begin_ns, end_ns = _unpack_period(payload)
+            return Period(name, thread, begin_ns, end_ns, _attrs(payload, Period.LAYOUT.size))
         if kind == Name.KIND:
             return Name(_unpack_name(payload)[0], payload[Name.LAYOUT.size :].decode())
         return _decode_json(kind, payload)
     except (struct.error, AttributeError, IndexError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a journal record: {error}") from error
+
+
+def _attrs(payload: bytes, at: int) -> dict[str, Any] | None:
+    """The attributes behind a packed record, if it has any."""
+    attrs: dict[str, Any] | None = _parse(payload[at:].decode())[0] if len(payload) > at else None
+    return attrs
 
 
 def _decode_json(kind: int, payload: bytes) -> Record | None:
@@ -329,6 +364,7 @@ def _reader(layout: struct.Struct) -> Callable[[bytes], tuple[Any, ...]]:
 
 _unpack_run, _unpack_end = _reader(StepRun.LAYOUT), _reader(SpanEnd.LAYOUT)
 _unpack_begin, _unpack_name = _reader(SpanBegin.LAYOUT), _reader(Name.LAYOUT)
+_unpack_period = _reader(Period.LAYOUT)
 _BEGIN_BYTES = SpanBegin.LAYOUT.size
 _parse = json.JSONDecoder().raw_decode
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from headway.accounting.ledger import Ledger
 from headway.accounting.rules import Bucket, Key
-from headway.observe.palette import COLOURS, GROUP_COLOURS, LABELS, group
+from headway.observe.palette import COLOURS, GROUP_COLOURS, LABELS, group, who_failed
 from headway.observe.perfetto import Stretch, attempt_title, moments, rank_stretches
 from headway.observe.terminal import duration
 
@@ -241,7 +241,7 @@ def _attempts(report: Report) -> str:
         outcome, failure = _pill(attempt["outcome"]), failures.get(attempt["attempt"])
         if failure:
             why = failure["category"] or attempt.get("error") or "died without a word"
-            outcome += f" <small>rank {failure['rank']}: {escape(str(why)[:300])}</small>"
+            outcome += f" <small>{who_failed(failure['rank'])}: {escape(str(why)[:300])}</small>"
         cells = [duration(attempt["begin_s"]), duration(attempt["wall_s"]), attempt["world_size"]]
         cells += ["" if attempt[key] is None else attempt[key] for key in ("critical_rank", "slowest_rank")]
         bar, width = _bar(attempt["ledger"], attempt["wall_s"]), 100 * attempt["wall_s"] / longest

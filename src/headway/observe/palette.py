@@ -81,3 +81,8 @@ GROUP_COLOURS: dict[str, str] = {
 def group(bucket: Bucket) -> str:
     """The level-1 group of a bucket: what stands before the dot."""
     return bucket.partition(".")[0]
+
+
+def who_failed(rank: int | None) -> str:
+    """Whom a failure is told of: a rank, or where all of them ended well what had started them."""
+    return "the launcher" if rank is None else f"rank {rank}"

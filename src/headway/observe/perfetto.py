@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from headway.accounting.ledger import AttemptLedger, Ledger
 from headway.accounting.rules import Bucket, Key
-from headway.events.vocabulary import Mark, Restored, Saved
-from headway.observe.palette import group
+from headway.observe.palette import group, who_failed
 
 Bar = tuple[str, int, int, int]
 
@@ -78,8 +77,7 @@ def rank_nodes(ledger: Ledger, rank: int) -> str:
 
 def attempt_title(attempt: AttemptLedger) -> str:
     """An attempt's number and how it ended."""
-    rank = attempt.attempt.failed_rank
-    on = f" on rank {rank}" if attempt.attempt.failed and rank is not None else ""
+    on = f" on {who_failed(attempt.attempt.failed_rank)}" if attempt.attempt.failed else ""
     return f"attempt {attempt.attempt.number} ({attempt.outcome}{on})"
 
 
@@ -90,15 +88,14 @@ def moments(ledger: Ledger) -> list[Moment]:
     for attempt in ledger.attempts:
         checkpoints: dict[tuple[str, int], int] = {}
         for view in attempt.views.values():
-            for mark in view.member.timeline.marks:
-                if isinstance(mark, Saved | Restored):
-                    key = ("saved" if isinstance(mark, Saved) else "restored", mark.step)
-                    checkpoints[key] = max(checkpoints.get(key, 0), mark.t_ns + view.member.offset_ns)
+            for t_ns, what, step in view.member.checkpoints:
+                checkpoints[what, step] = max(checkpoints.get((what, step), 0), t_ns)
         found += [Moment(t_ns, what, f"checkpoint {what}: step {step}") for (what, step), t_ns in checkpoints.items()]
         if attempt.attempt.failed:
             cause = causes.get(attempt.attempt.number)
-            text = f"rank {attempt.attempt.failed_rank} failed" + (f": {cause}" if cause else "")
-            found.append(Moment(attempt.attempt.end_ns, "failed", text))
+            rank = attempt.attempt.failed_rank
+            at_ns = attempt.attempt.end_ns if rank is None else attempt.attempt.stopped_ns
+            found.append(Moment(at_ns, "failed", f"{who_failed(rank)} failed" + (f": {cause}" if cause else "")))
     return sorted(found)
 
 
@@ -137,11 +134,12 @@ class _Drawing:
             for what, _, begin, end in bars:
                 self._slice(rank, span_tid, what, begin, end, {})
         for attempt in self._ledger.attempts:
-            member = attempt.views[rank].member if rank in attempt.views else None
-            for mark in member.timeline.marks if member else ():
-                if isinstance(mark, Mark) and member:
-                    args = {str(key): str(value) for key, value in mark.attrs.items()}
-                    self._instant(rank, tid, "p", mark.name, mark.t_ns + member.offset_ns, args)
+            if rank not in attempt.views:
+                continue
+            member = attempt.views[rank].member
+            for mark in member.timeline.marks:
+                args = {str(key): str(value) for key, value in mark.attrs.items()}
+                self._instant(rank, tid, "p", mark.name, mark.t_ns + member.offset_ns, args)
 
     def _name_process(self, pid: int, place: int, name: str) -> None:
         self._about(pid, self._next_tid, "process_name", {"name": name})

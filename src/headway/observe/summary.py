@@ -79,9 +79,15 @@ def _attempt(ledger: Ledger, account: AttemptLedger) -> dict[str, Any]:
 
 
 def _error(account: AttemptLedger) -> str | None:
-    member = account.attempt.members.get(account.attempt.failed_rank or 0)
-    ended = member.timeline.ended if member and account.attempt.failed else None
-    return ended.error if ended else None
+    attempt = account.attempt
+    if not attempt.failed:
+        return None
+    code, error = attempt.exit_code, None
+    if attempt.failed_rank is not None:
+        member = attempt.members[attempt.failed_rank]
+        code = member.gone.exit_code if member.gone else None
+        error = member.timeline.ended.error if member.timeline.ended else None
+    return error or (f"exit code {code}" if code and code > 0 else None)
 
 
 def _shown(sums: Sums) -> dict[str, float]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.accounting.rules import Bucket
-from headway.observe.palette import COLOURS, LABELS
+from headway.observe.palette import COLOURS, LABELS, who_failed
 
 BAR_CELLS = 78
 MOST_ATTEMPTS = 4
@@ -183,7 +183,7 @@ def _failures(report: dict[str, Any]) -> list[Text]:
     for failure in report["failures"][-MOST_FAILURES:]:
         error = report["attempts"][failure["attempt"]]["error"]
         why = failure["category"] or error or "it died without a word"
-        line = Text(f"attempt {failure['attempt']} failed on rank {failure['rank']}: {plain(why)}", "red")
+        line = Text(f"attempt {failure['attempt']} failed on {who_failed(failure['rank'])}: {plain(why)}", "red")
         line.no_wrap, line.overflow = True, "ellipsis"
         lines.append(line)
     return lines

@@ -16,6 +16,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,18 @@ class Story:
         """A process begins. `wall_ahead` is how far its host's wall clock is off; other words set `Process` fields."""
         self._pids += 1
         clock = FakeClock(start, boot=boot, wall_ahead=wall_ahead)
-        fields: dict[str, Any] = {"node": boot, "started_ns": clock.now_ns(), "program": "train.py"} | process
+        fields: dict[str, Any] = {"node": boot, "pid": self._pids, "started_ns": clock.now_ns(), "program": "train.py"}
         record = Process(
-            t_ns=clock.now_ns(), wall_ns=clock.wall_ns(), boot=boot, pid=self._pids, job=self.paths.job, rank=rank,
-            world_size=of, **fields,
+            t_ns=clock.now_ns(), wall_ns=clock.wall_ns(), boot=boot, job=self.paths.job, rank=rank, world_size=of,
+            **fields | process,
         )  # fmt: skip
         told = Rank(Recorder(Writer(self.paths.journal(f"p{self._pids}"), clock.now_ns), clock), clock, record)
         self._ranks.append(told)
         return told
+
+    def launcher(self, *, start: float = 0.0, **process: Any) -> "Rank":
+        """The command that the job was started with begins."""
+        return self.rank(start=start, role="launcher", **process)
 
     def ledger(self, now: float | None = None, alive: tuple["Rank", ...] = (), lost: tuple["Rank", ...] = ()) -> Ledger:
         """The ledger `now` seconds into the story, with some processes still alive, and some lost with their node."""
@@ -112,8 +117,14 @@ class Rank:
     """One process of a story. Every method tells what it does next, and returns it for the next word."""
 
     def __init__(self, recorder: Recorder, clock: FakeClock, process: Process) -> None:
-        self.recorder, self.clock = recorder, clock
+        self.recorder, self.clock, self.process = recorder, clock, process
         recorder.record(process)
+
+    def becomes(self, rank: int = 0, of: int = 1, *, role: str = "rank") -> "Rank":
+        """It turns out to be something else than it began as."""
+        self.process = replace(self.process, t_ns=self.clock.now_ns(), rank=rank, world_size=of, role=role)
+        self.recorder.record(self.process)
+        return self
 
     def wait(self, seconds: float) -> "Rank":
         """Time passes, and nothing says what for."""
@@ -124,6 +135,12 @@ class Rank:
         """An activity, from begin to end."""
         with self.recorder.span(name):
             self.clock.advance(seconds)
+        return self
+
+    def period(self, name: str, seconds: float, *, ago: float = 0.0) -> "Rank":
+        """An activity is recognised only now: it took `seconds`, and was over `ago` seconds before."""
+        end = self.clock.now_ns() - round(ago * 1e9)
+        self.recorder.period(name, end - round(seconds * 1e9), end)
         return self
 
     @contextmanager
@@ -157,14 +174,14 @@ class Rank:
         meter.begin()
         self.clock.advance(after)
 
-    def saved(self, step: int) -> "Rank":
+    def saved(self, step: int, *, path: str = "", file: str = "") -> "Rank":
         """A checkpoint of all steps before `step` is committed."""
-        self.recorder.record(Saved(t_ns=self.clock.now_ns(), step=step))
+        self.recorder.record(Saved(t_ns=self.clock.now_ns(), step=step, path=path, file=file))
         return self
 
-    def restored(self, step: int) -> "Rank":
-        """Training will go on at `step`."""
-        self.recorder.record(Restored(t_ns=self.clock.now_ns(), step=step))
+    def restored(self, step: int | None, *, path: str = "", file: str = "") -> "Rank":
+        """Training will go on at `step`; without one, at whichever the file that is loaded holds."""
+        self.recorder.record(Restored(t_ns=self.clock.now_ns(), step=step, path=path, file=file))
         return self
 
     def scheduled(self, eligible: float, allocated: float) -> "Rank":
@@ -189,7 +206,13 @@ class Rank:
     def killed(self, seen: bool = False) -> None:
         """It is gone without a word; if `seen`, somebody noted when."""
         if seen:
-            self.recorder.record(ProcessGone(t_ns=self.clock.now_ns(), exit_code=-9))
+            self.gone(-9)
+        else:
+            os.close(self.recorder.writer._fd)
+
+    def gone(self, exit_code: int = 0) -> None:
+        """Somebody sees it end, and how."""
+        self.recorder.record(ProcessGone(t_ns=self.clock.now_ns(), exit_code=exit_code))
         os.close(self.recorder.writer._fd)
 
 

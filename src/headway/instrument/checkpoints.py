@@ -1,0 +1,203 @@
+"""Saving and loading: what blocks, what happens in the background, and where training can go on from.
+
+A file counts as a checkpoint if it holds at least half as many numbers as the optimizer trains: what a script saves
+besides (losses, samples) says nothing about its work being safe.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from headway.events.recorder import Span
+from headway.events.vocabulary import Activity, Saved, clean_text
+from headway.instrument.patches import around
+
+if TYPE_CHECKING:
+    from headway.instrument.session import Session
+
+BACKGROUND = "checkpoint_background"
+"""Saving that nobody waits for: shown, not counted."""
+
+
+def _torch_files(session: "Session", module: Any) -> None:
+    _saves(session, module, "save", ("obj", "f"), lambda obj, f, *args, **kwargs: (obj, f))
+    _loads(session, module, "load", ("f",), lambda f, *args, **kwargs: f)
+
+
+def _safetensors(session: "Session", module: Any) -> None:
+    _saves(session, module, "save_file", ("tensors", "filename"), lambda tensors, name, *a, **k: (tensors, name))
+    _loads(session, module, "load_file", ("filename",), lambda filename, *args, **kwargs: filename)
+
+
+def _dcp_saver(session: "Session", module: Any) -> None:
+    _saves(session, module, "save", ("state_dict",), lambda *a, **kwargs: (None, _dcp_place(kwargs, "storage_writer")))
+    patch = session.patch(module, "async_save", ("state_dict",))
+    if patch is None:
+        return
+
+    def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, int, str]:
+        steps = session.tracker.steps_done if session.tracker else 0
+        return session.begins(Activity.CHECKPOINT_BLOCKING), steps, place(_dcp_place(kwargs, "storage_writer"))
+
+    def ends(token: tuple[Span | None, int, str], response: Any, error: BaseException | None) -> None:
+        span, steps, path = token
+        session.ends(span, error is not None)
+        future = getattr(response, "upload_completion", response)
+        if span is not None and hasattr(future, "add_done_callback"):
+            future.add_done_callback(lambda done: tell_saved(session, steps, path) if not done.exception() else None)
+
+    patch.put(around(patch, begins, ends))
+
+
+def _dcp_loader(session: "Session", module: Any) -> None:
+    _loads(session, module, "load", ("state_dict",), lambda *args, **kwargs: _dcp_place(kwargs, "storage_reader"))
+
+
+def _lightning(session: "Session", module: Any) -> None:
+    def saved(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return None, filepath
+
+    _saves(session, module.Trainer, "save_checkpoint", ("self", "filepath"), saved)
+
+
+def _lightning_files(session: "Session", module: Any) -> None:
+    def saved(self: Any, checkpoint: Any, path: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return checkpoint, path
+
+    _saves(session, module.TorchCheckpointIO, "save_checkpoint", ("self", "checkpoint", "path"), saved)
+    _loads(session, module.TorchCheckpointIO, "load_checkpoint", ("self", "path"), lambda self, path, *a, **k: path)
+
+
+def _transformers(session: "Session", module: Any) -> None:
+    def saved(self: Any, model: Any, trial: Any) -> tuple[Any, Any]:
+        return None, os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+
+    def loaded(self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint
+
+    _saves(session, module.Trainer, "_save_checkpoint", ("self", "model", "trial"), saved)
+    _loads(session, module.Trainer, "_load_from_checkpoint", ("self", "resume_from_checkpoint"), loaded)
+    _loads(session, module.Trainer, "_load_optimizer_and_scheduler", ("self", "checkpoint"), loaded)
+
+
+def _accelerate(session: "Session", module: Any) -> None:
+    def saved(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return None, output_dir
+
+    def loaded(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return input_dir
+
+    _saves(session, module.Accelerator, "save_state", ("self", "output_dir"), saved)
+    _loads(session, module.Accelerator, "load_state", ("self", "input_dir"), loaded)
+
+
+MODULES = {
+    "torch.serialization": _torch_files,
+    "torch.distributed.checkpoint.state_dict_saver": _dcp_saver,
+    "torch.distributed.checkpoint.state_dict_loader": _dcp_loader,
+    "safetensors.torch": _safetensors,
+    "lightning.pytorch.trainer.trainer": _lightning,
+    "pytorch_lightning.trainer.trainer": _lightning,
+    "lightning.fabric.plugins.io.torch_io": _lightning_files,
+    "lightning_fabric.plugins.io.torch_io": _lightning_files,
+    "transformers.trainer": _transformers,
+    "accelerate.accelerator": _accelerate,
+}
+"""What to do with which module once it is imported."""
+
+
+def _saves(session: "Session", owner: Any, name: str, expected: tuple[str, ...], taken: Any) -> None:
+    """Hooks a function that saves; `taken(*args)` gives what and where to (nothing to look at: it is a checkpoint)."""
+    patch = session.patch(owner, name, expected)
+    if patch is None:
+        return
+
+    def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, int, Any]:
+        background = session.in_background()
+        span = session.begins(BACKGROUND if background else Activity.CHECKPOINT_BLOCKING)
+        steps = session.tracker.steps_done if session.tracker else 0
+        return span, -1 if background else steps, taken(*args, **kwargs)
+
+    def ends(token: tuple[Span | None, int, Any], result: Any, error: BaseException | None) -> None:
+        span, steps, (what, where) = token
+        session.ends(span, error is not None)
+        if span is not None and error is None and steps > 0 and (what is None or _holds_model(session, what)):
+            tell_saved(session, steps, place(where) or place(result))
+
+    patch.put(around(patch, begins, ends))
+
+
+def _loads(session: "Session", owner: Any, name: str, expected: tuple[str, ...], taken: Any) -> None:
+    """Hooks a function that loads; `taken(*args)` gives where from. What a dataset loads is data."""
+    patch = session.patch(owner, name, expected)
+    if patch is None:
+        return
+
+    def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, Any]:
+        # Before the first step nobody knows which thread trains.
+        aside = session.in_background() and session.tracker is not None and session.tracker.steps_done
+        data = aside or session.is_open(Activity.PREPROC_CREATION)
+        return None if data else session.begins(Activity.CHECKPOINT_RESTORE), taken(*args, **kwargs)
+
+    def ends(token: tuple[Span | None, Any], result: Any, error: BaseException | None) -> None:
+        span, where = token
+        session.ends(span, error is not None)
+        if span is not None and error is None and session.tracker is not None:
+            path = place(where)
+            # Where a checkpoint is a folder, a script may load its files one by one.
+            loads = dict([*session.tracker.loads, *(_known(place) for place in (os.path.dirname(path), path))])
+            session.tracker.loads = list(loads.items())[-16:]
+
+    patch.put(around(patch, begins, ends))
+
+
+def tell_saved(session: "Session", steps: int, path: str) -> None:
+    """A checkpoint that holds so many steps is safely stored."""
+    recorder = session.recorder
+    if recorder is not None:
+        recorder.record(Saved(t_ns=recorder.now_ns(), step=steps, path=clean_text(path), file=identity(path)))
+
+
+def _known(path: str) -> tuple[str, str]:
+    return clean_text(path), identity(path)
+
+
+def _dcp_place(kwargs: dict[str, Any], medium: str) -> Any:
+    return kwargs.get("checkpoint_id") or getattr(kwargs.get(medium), "path", "")
+
+
+def place(where: Any) -> str:
+    """The absolute path of a file given by its name or as an open file; empty for what lies only in memory."""
+    name = where if isinstance(where, str | bytes | os.PathLike) else getattr(where, "name", "")
+    return os.path.abspath(os.fsdecode(name)) if isinstance(name, str | bytes | os.PathLike) and name else ""
+
+
+def identity(path: str) -> str:
+    """What stays the same when a file is renamed: many write to a temporary name first."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f"{found.st_dev}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size}"
+
+
+def _holds_model(session: "Session", what: Any) -> bool:
+    lead = session.tracker.lead if session.tracker else None
+    if lead is None:
+        return False
+    trained = sum(parameter.numel() for group in lead.param_groups for parameter in group["params"])
+    return bool(_numbers(what, trained / 2) >= trained / 2)
+
+
+def _numbers(what: Any, enough: float, depth: int = 6) -> float:
+    """How many numbers are in the tensors of a nested dictionary or list; stops counting when it is enough."""
+    if hasattr(what, "numel") and callable(what.numel):
+        return float(what.numel())
+    if hasattr(what, "parameters") and callable(what.parameters):
+        what = list(what.parameters())
+    found = 0.0
+    parts = what.values() if isinstance(what, dict) else what if isinstance(what, list | tuple) else ()
+    for part in parts if depth else ():
+        found += _numbers(part, enough - found, depth - 1)
+        if found >= enough:
+            break
+    return found

@@ -1,0 +1,422 @@
+"""Every place where headway looks into torch and its frameworks, by the module it is in.
+
+Most entries only time a function. `install` waits for each module to be imported, and imports none.
+"""
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headway import run as runs
+from headway.events.recorder import Span
+from headway.events.vocabulary import Activity
+from headway.instrument import checkpoints, compilation, distributed
+from headway.instrument.devices import DeviceWaits
+from headway.instrument.frameworks import ray
+from headway.instrument.loop import Loader, Pass
+from headway.instrument.patches import Patch, around, guarded
+
+if TYPE_CHECKING:
+    from headway.instrument.session import Session
+
+A = Activity
+
+TIMED: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+    "torch.cuda": [("_lazy_init", A.DEVICE_INIT, ()), ("set_device", A.DEVICE_INIT, ("device",))],
+    "torch.nn.modules.module": [
+        ("Module.to", A.TRAIN_MODULE_CREATION, ("self",)),
+        ("Module.load_state_dict", A.CHECKPOINT_RESTORE, ("self", "state_dict")),
+    ],
+    "torch.optim.optimizer": [
+        ("Optimizer.__init__", A.TRAIN_MODULE_CREATION, ("self", "params")),
+        ("Optimizer.load_state_dict", A.CHECKPOINT_RESTORE, ("self", "state_dict")),
+    ],
+    "torch.utils.data.dataloader": [("DataLoader.__init__", A.PREPROC_CREATION, ("self", "dataset"))],
+    "torch.utils.data.distributed": [("DistributedSampler.__init__", A.PREPROC_CREATION, ("self", "dataset"))],
+    "torch.nn.parallel.distributed": [
+        ("DistributedDataParallel.__init__", A.TRAIN_MODULE_CREATION, ("self", "module")),
+    ],
+    "torch.distributed.fsdp.fully_sharded_data_parallel": [
+        ("FullyShardedDataParallel.__init__", A.TRAIN_MODULE_CREATION, ("self", "module")),
+    ],
+    "torch.distributed.fsdp._fully_shard._fully_shard": [("fully_shard", A.TRAIN_MODULE_CREATION, ("module",))],
+    "torch.distributed.tensor.parallel.api": [("parallelize_module", A.TRAIN_MODULE_CREATION, ("module",))],
+    "torch.distributed.device_mesh": [("init_device_mesh", A.PROCESS_GROUP_INIT, ("device_type",))],
+    "torch.export": [("export", A.PUBLISH, ("mod",))],
+    "torch._inductor": [("aoti_compile_and_package", A.PUBLISH, ("exported_program",))],
+    "torchrec.distributed.model_parallel": [
+        ("DistributedModelParallel.__init__", A.TRAIN_MODULE_CREATION, ("self", "module")),
+    ],
+    "torchrec.distributed.planner.planners": [
+        ("EmbeddingShardingPlanner.collective_plan", A.TRAIN_MODULE_CREATION, ("self",)),
+    ],
+    "datasets.load": [("load_dataset", A.PREPROC_CREATION, ("path",))],
+    "transformers.modeling_utils": [("PreTrainedModel.from_pretrained", A.TRAIN_MODULE_CREATION, ("cls",))],
+    "transformers.tokenization_utils_base": [("PreTrainedTokenizerBase.from_pretrained", A.PREPROC_CREATION, ("cls",))],
+    "accelerate.accelerator": [("Accelerator.__init__", A.INIT_PLUGINS, ("self",))],
+    "transformers.trainer": [
+        ("Trainer.__init__", A.INIT_PLUGINS, ("self", "model")),
+        ("Trainer.train", A.PRE_TRAIN, ("self",)),
+        ("Trainer.evaluate", A.EVALUATION, ("self",)),
+        ("Trainer.predict", A.EVALUATION, ("self",)),
+    ],
+    **dict.fromkeys(
+        ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"),
+        [("Trainer.__init__", A.INIT_PLUGINS, ("self",)), ("Trainer.fit", A.PRE_TRAIN, ("self", "model"))],
+    ),
+    **dict.fromkeys(
+        ("lightning.pytorch.loops.evaluation_loop", "pytorch_lightning.loops.evaluation_loop"),
+        [("_EvaluationLoop.run", A.EVALUATION, ("self",))],
+    ),
+}
+"""Functions whose calls are recorded as an activity, with the arguments they must take."""
+
+
+def install(session: "Session") -> None:
+    """Waits for every module in which something is to be seen."""
+    for name, entries in TIMED.items():
+        session.watch.call_for(name, _careful(session, name, _time(session, entries)))
+    special: dict[str, Callable[[Session, Any], None]] = {
+        "torch": _torch,
+        "torch.utils.data.dataloader": _data,
+        "torch.utils.data.dataset": _datasets,
+        "cloudpickle.cloudpickle": _unpickled,
+        "ray.cloudpickle.cloudpickle": _unpickled,
+        "torch.optim.optimizer": _optimizers,
+        "torch.nn.modules.module": _modules,
+        **checkpoints.MODULES,
+        **compilation.MODULES,
+        **distributed.MODULES,
+        **ray.MODULES,
+    }
+    for name, hook in special.items():
+        session.watch.call_for(name, _careful(session, name, partial(hook, session)))
+    _exits(session)
+
+
+def _careful(session: "Session", name: str, hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook on an import that never lets the import fail."""
+
+    def call(module: Any) -> None:
+        try:
+            hook(module)
+        except Exception as error:  # what cannot be hooked is not measured, and the module works as ever
+            patch = Patch(name, module, "", session.tell)
+            session.patches.append(patch)
+            patch.state = "on"
+            patch.failed(error)
+
+    return call
+
+
+def _leads_up(session: "Session", owner: Any, attribute: str, expected: tuple[str, ...], what: str) -> None:
+    """Records a call as preparation up to its first step; if it takes none, to its end."""
+    patch = session.patch(owner, attribute, expected)
+    if patch is None:
+        return
+
+    def begins(*args: Any, **kwargs: Any) -> list[Span | None]:
+        if session.tracker is None or session.tracker.steps_done:
+            return []
+        spans = [session.begins(Activity.PRE_TRAIN, what=what)]
+        session.on_first_step.append(lambda: ends(spans, None, None))
+        return spans
+
+    def ends(spans: list[Span | None], result: Any, error: BaseException | None) -> None:
+        while spans:
+            session.ends(spans.pop(), error is not None)
+
+    patch.put(around(patch, begins, ends))
+
+
+def _time(session: "Session", entries: list[tuple[str, str, tuple[str, ...]]]) -> Callable[[Any], None]:
+    def hook(module: Any) -> None:
+        for path, activity, expected in entries:
+            *owners, attribute = path.split(".")
+            owner = module
+            for name in owners:
+                owner = getattr(owner, name)
+            if activity == A.PRE_TRAIN:
+                _leads_up(session, owner, attribute, expected, path)
+            else:
+                session.timed(owner, attribute, activity, expected, what=path)
+
+    return hook
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def _torch(session: "Session", torch: Any) -> None:
+    enabled = torch.is_grad_enabled
+    session.is_evaluating = lambda: not enabled()
+    if session.tracker is not None:
+        session.tracker.is_evaluating = session.is_evaluating
+
+
+def _data(session: "Session", module: Any) -> None:
+    loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+    ways: Any = "_headway_pass"  # where an iterator carries its pass: iterators are never pickled
+
+    def begins(loader: Any) -> tuple[Any, Pass | None]:
+        tracker = session.tracker
+        if tracker is None or tracker.asking == threading.get_ident() or session.is_open(Activity.EVALUATION):
+            return loader, None
+        known = loaders.get(loader)
+        if known is None:
+            size = loader.batch_size
+            known = loaders[loader] = Loader(size if isinstance(size, int) else None)
+        return loader, tracker.begins(known)
+
+    def ready(token: tuple[Any, Pass | None], iterator: Any, error: BaseException | None) -> None:
+        way = token[1]
+        if way is not None and session.tracker is not None:
+            session.tracker.ready(way)
+            if error is None and isinstance(iterator, module._BaseDataLoaderIter):
+                setattr(iterator, ways, way)
+            else:
+                session.tracker.exhausted(way, way.began_ns)
+
+    if patch := session.patch(module.DataLoader, "__iter__", ("self",)):
+        patch.put(around(patch, begins, ready))
+    patch = session.patch(module._BaseDataLoaderIter, "__next__", ("self",))
+    if patch is None:
+        return
+    original, failed = patch.original, patch.failed
+
+    def __next__(self: Any) -> Any:  # noqa: N807
+        tracker = session.tracker
+        if tracker is None or ways not in self.__dict__:
+            return original(self)
+        way = self.__dict__[ways]
+        try:
+            asked = tracker.fetching(way)
+        except Exception as error:  # measuring must not stop the job: the hook is switched off, and that is journaled
+            failed(error)
+            return original(self)
+        try:
+            batch = original(self)
+        except BaseException:
+            try:
+                tracker.exhausted(way, asked)
+            except Exception as error:  # as above
+                failed(error)
+            raise
+        try:
+            tracker.fetched(way, asked)
+        except Exception as error:  # as above
+            failed(error)
+        return batch
+
+    __next__.__headway__ = patch  # type: ignore[attr-defined]
+    patch.put(__next__)
+
+
+class _TimedInit:
+    """A dataset's `__init__` that is timed. It pickles as the original, so that a class that travels to another machine
+    arrives without it."""
+
+    def __init__(self, session: "Session", original: Any) -> None:
+        self._session, self.__wrapped__ = session, original
+        self.__name__, self.__qualname__, self.__doc__ = "__init__", original.__qualname__, original.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        return lambda *args, **kwargs: self(instance, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        span = self._session.begins(Activity.PREPROC_CREATION, what=self.__qualname__)
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            self._session.ends(span)
+
+    def __reduce__(self) -> Any:
+        import copy
+
+        return copy.copy, (self.__wrapped__,)  # a copy of a function is the function
+
+
+def _datasets(session: "Session", module: Any) -> None:
+    Dataset = module.Dataset
+    if "__init_subclass__" in vars(Dataset):
+        return
+
+    def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:  # noqa: N807
+        super(Dataset, cls).__init_subclass__(**kwargs)
+        _time_init(session, cls)
+
+    if patch := session.patch(Dataset, "__init_subclass__"):
+        __init_subclass__.__headway__ = patch  # type: ignore[attr-defined]
+        patch.put(classmethod(__init_subclass__))
+
+
+def _unpickled(session: "Session", module: Any) -> None:
+    """A class that comes from another process gets its methods only after it was made."""
+    patch = session.patch(module, "_class_setstate", ("obj", "state"))
+    if patch is None:
+        return
+
+    def made(cls: Any, result: Any, error: BaseException | None) -> None:
+        data = sys.modules.get("torch.utils.data.dataset")
+        if data is not None and isinstance(cls, type) and issubclass(cls, data.Dataset):
+            _time_init(session, cls)
+
+    patch.put(around(patch, lambda obj, state: obj, made))
+
+
+def _time_init(session: "Session", cls: Any) -> None:
+    original = vars(cls).get("__init__")
+    if hasattr(original, "__code__"):
+        cls.__init__ = _TimedInit(session, original)
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+
+
+def _optimizers(session: "Session", module: Any) -> None:
+    patch = session.patch(module, "register_optimizer_step_post_hook", ("hook",))
+    if patch is None:
+        return
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        tracker = session.tracker
+        if tracker is not None and tracker.steps_done:
+            tracker.stepped(optimizer)
+            return
+        tracker = session.trains()  # in a child that seemed to be a helper, too
+        _look_at_device(session, optimizer)
+        tracker.stepped(optimizer)
+        session.first_step_done()
+
+    patch.state = "on"
+    patch.handle = module.register_optimizer_step_post_hook(guarded(patch, stepped))
+
+
+def _look_at_device(session: "Session", optimizer: Any) -> None:
+    """Steps on an accelerator are not what the host's clock sees: there, events tell what waits cost."""
+    tracker, torch = session.tracker, sys.modules["torch"]
+    device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
+    if device == "cpu" or tracker is None or session.recorder is None:
+        return
+    event = getattr(getattr(torch, device, None), "Event", None)
+    if event is not None:
+        waits = tracker.device = DeviceWaits(lambda: event(enable_timing=True))
+        recorder = session.recorder
+        session.on_leave.append(lambda: recorder.mark("asynchronous_device", device=device, looked=waits.looked))
+    session.recorder.mark("asynchronous_device", device=device, looked=0)
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+
+class _Leaving:
+    """Ends a span when a frame is left: the frame holds it, and lets go of it then.
+
+    A frame keeps what `f_trace` is set to until it is done. As long as nobody traces, nothing else is done with it.
+    """
+
+    def __init__(self, session: "Session", span: Span | None) -> None:
+        self._session, self._span = session, span
+
+    def __call__(self, *args: Any) -> None:
+        """Should somebody begin to trace: there is nothing to see."""
+
+    def __del__(self) -> None:
+        self._session.ends(self._span)
+
+
+def _modules(session: "Session", module: Any) -> None:
+    Module = module.Module
+    building: weakref.ref[_Leaving] | None = None
+
+    def registered(owner: Any, name: str, parameter: Any) -> None:
+        nonlocal building
+        if (building is not None and building() is not None) or session.recorder is None or sys.gettrace() is not None:
+            return
+        frame = _outermost_init(sys._getframe(2), Module)
+        if frame is None or session.is_open(Activity.TRAIN_MODULE_CREATION):
+            return
+        leaving = _Leaving(session, session.begins(Activity.TRAIN_MODULE_CREATION, what=frame.f_code.co_qualname))
+        building = weakref.ref(leaving)
+        frame.f_trace = leaving
+
+    patch = session.patch(module, "register_module_parameter_registration_hook", ("hook",))
+    if patch is not None:
+        patch.state = "on"
+        patch.handle = module.register_module_parameter_registration_hook(guarded(patch, registered))
+        session.on_first_step.append(patch.undo)  # what is built later is none of the start-up
+    _evaluation_mode(session, Module)
+
+
+def _outermost_init(frame: Any, base: type) -> Any:
+    """The frame of the outermost module that is being built, as far as its class can be found by its name."""
+    found = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__":
+            cls = frame.f_globals.get(code.co_qualname.partition(".")[0])
+            if isinstance(cls, type) and issubclass(cls, base) and getattr(cls.__init__, "__code__", None) is code:
+                found = frame
+        frame = frame.f_back
+    return found
+
+
+def _evaluation_mode(session: "Session", base: Any) -> None:
+    """A model that goes to evaluation and back to training, without a step in between, has evaluated.
+
+    `train` calls itself for every submodule, so it is looked at only while somebody waits for it.
+    """
+    to_eval, to_train = session.patch(base, "eval", ("self",)), session.patch(base, "train", ("self", "mode"))
+    if to_eval is None or to_train is None:
+        return
+
+    def goes(self: Any) -> Any:
+        return self
+
+    def evaluates(model: Any, result: Any, error: BaseException | None) -> None:
+        if session.tracker is not None and not session.is_open(Activity.EVALUATION):
+            session.tracker.to_evaluation_mode(model)
+            if to_train.state == "off":
+                to_train.put(watcher)
+
+    def trains(model: Any, mode: bool = True) -> Any:
+        return model if mode else None
+
+    def trained(model: Any, result: Any, error: BaseException | None) -> None:
+        tracker = session.tracker
+        if tracker is None or not tracker.evaluating or (model is not None and tracker.to_training_mode(model)):
+            to_train.undo()
+
+    watcher = around(to_train, trains, trained)
+    to_eval.put(around(to_eval, goes, evaluates))
+
+
+# --- the end -------------------------------------------------------------------------------------------------------
+
+
+def _exits(session: "Session") -> None:
+    """`os._exit` calls no exit handlers, and `multiprocessing` ends its forked children by it. A spawned child's first
+    function ends it by `sys.exit`, where its status can be seen and nowhere else."""
+
+    def leaves(status: int = 0) -> None:
+        if session.run is not None:
+            session.run.leave(status)
+
+    def ends(status: Any = None) -> None:
+        caller = sys._getframe(2).f_code
+        if session.run is not None and caller.co_name == "spawn_main" and isinstance(status, int):
+            session.run.status = status
+
+    def nothing(token: Any, result: Any, error: BaseException | None) -> None:
+        pass
+
+    if patch := session.patch(os, "_exit"):
+        patch.put(around(patch, leaves, nothing))
+    if runs.may_be_helper() and (patch := session.patch(sys, "exit")):
+        patch.put(around(patch, ends, nothing))

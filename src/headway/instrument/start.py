@@ -1,0 +1,33 @@
+"""The first thing that runs in an instrumented interpreter: it waits for torch, and does nothing until then."""
+
+import os
+import sys
+
+from headway.instrument.imports import ImportWatch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from headway.instrument.session import Session
+
+watch: "ImportWatch | None" = None
+session: "Session | None" = None
+"""Set when torch is imported."""
+
+
+def start() -> None:
+    """Watches this interpreter's imports; from the import of torch on, the process is measured."""
+    global watch
+    if watch is None and os.environ.get("HEADWAY_DISABLE") != "1":
+        watch = ImportWatch("torch", _torch_is_asked_for)
+        sys.meta_path.insert(0, watch)
+
+
+def _torch_is_asked_for(watch: ImportWatch) -> None:
+    global session
+    try:
+        from headway.instrument.session import Session
+
+        session = Session(watch)
+        session.begin()
+    except Exception as error:  # a job that cannot be measured is still a job
+        print(f"headway: this process is not measured ({type(error).__name__}: {error})", file=sys.stderr, flush=True)

@@ -1,0 +1,216 @@
+"""The witness: a small process that outlives a command, and writes down when it began, when it ended, and how."""
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from headway.config import Settings
+from headway.errors import HeadwayError, PlatformError
+from headway.events.clock import start_ticks
+from headway.events.journal import Writer
+from headway.events.process import process_name
+from headway.events.vocabulary import Mark, Process, ProcessGone, clean_text, encode
+from headway.paths import JobPaths, is_network, private_folder
+
+PATIENCE_S = 2.0
+"""Longest time that a command waits for its witness to begin."""
+
+LOOK_S = 2.0
+"""How often the witness sees whether its journal is still there."""
+
+REAP_S = 1.0
+"""How long it waits for the parent of an ended command to ask how that ended: only then does the kernel tell others."""
+
+_NR_PIDFD_OPEN = 434
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_INFO = struct.Struct("=QQ11Ii")  # mask, then what is not asked for, then the exit status
+
+# Schedulers send these to all processes of a job, some long before its end. The witness leaves with its command.
+_NOT_FOR_IT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def leave_witness(process: Process, settings: Settings) -> str:
+    """Starts a witness of this process, which may then replace itself by `exec`. Returns what the user should know of
+    it: mostly nothing. OSError if it cannot be started.
+
+    A process that adopts orphans, such as the first one of a container, gets none: the witness would turn up among the
+    command's own children, and not outlive it.
+    """
+    pidfd = _open_pidfd(process.pid)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _become_witness(process, settings, pidfd, tell)
+    os.close(pidfd)
+    os.close(tell)
+    for whom in (child, -child):  # -child: whoever is left of its session, if this process adopted it
+        with suppress(ChildProcessError):
+            os.waitpid(whom, 0)
+    text = os.read(told, 4096) if _happens(told, select.POLLIN, PATIENCE_S) else b""
+    os.close(told)
+    return text.decode("utf-8", "replace")
+
+
+def _become_witness(process: Process, settings: Settings, pidfd: int, tell: int) -> NoReturn:
+    try:
+        for number in _NOT_FOR_IT:
+            signal.signal(number, signal.SIG_IGN)
+        os.setsid()
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        while os.getppid() == between:
+            time.sleep(0.0005)
+        if os.getppid() != process.pid:
+            pidfd, tell = _let_go_but(pidfd, tell)
+            _witness(process, settings, pidfd, tell)
+    finally:
+        os._exit(0)  # the caller's stack must not go on in two processes, whatever happened
+
+
+def _let_go_but(*kept: int) -> list[int]:
+    """Gives up the command's files, terminal and folder, but for the kept descriptors; returns those anew.
+
+    Whoever reads the command's output must see it end, and what it locked or mounted must be free after it.
+    """
+    kept_now = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in kept]
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in kept_now:
+            with suppress(OSError):  # the listing's own is closed already
+                os.close(fd)
+    os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: 0
+    os.dup2(0, 1)
+    os.dup2(0, 2)
+    os.chdir("/")
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text("headway-witness")
+    return kept_now
+
+
+def _witness(process: Process, settings: Settings, pidfd: int, tell: int) -> None:
+    try:
+        writer, note = _open_journal(process, settings)
+        if writer is not None:
+            writer.append(encode(process))
+    except Exception as error:  # the command runs all the same, and its user is told
+        writer, note = None, str(error)
+    with suppress(OSError):  # nobody waits for it any more
+        os.write(tell, note.encode("utf-8", "replace")[:4096])
+    os.close(tell)
+    if writer is None:
+        return
+    if _takes_the_spool(settings):
+        _ensure_collector(process, settings, writer)
+    _watch(process, writer, pidfd)
+
+
+def _watch(process: Process, writer: Writer, pidfd: int) -> None:
+    """Waits for the command's end and writes it down; leaves without a word if the journal is deleted."""
+    ticks = start_ticks(process.pid)
+    while not _happens(pidfd, select.POLLIN, LOOK_S):
+        if not writer.path.exists():
+            return
+    now = time.monotonic_ns()
+    status = _status_of_zombie(process.pid, ticks)
+    status = _status_of_reaped(pidfd) if status is None else status
+    code = None if status is None else os.waitstatus_to_exitcode(status)
+    writer.append(encode(ProcessGone(t_ns=now, exit_code=code)))
+    writer.close()
+
+
+def _open_pidfd(pid: int) -> int:
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    import ctypes  # Python was built where the kernel's headers were older than the kernel here, as conda's is
+
+    fd: int = ctypes.CDLL(None, use_errno=True).syscall(_NR_PIDFD_OPEN, pid, 0)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
+def _happens(fd: int, event: int, timeout_s: float) -> bool:
+    """Whether a descriptor becomes ready, or is at its end, within a time."""
+    poller = select.poll()
+    poller.register(fd, event)
+    return bool(poller.poll(timeout_s * 1000))
+
+
+# --- where it writes -------------------------------------------------------------------------------------------------
+
+
+def _open_journal(process: Process, settings: Settings) -> tuple[Writer | None, str]:
+    """The launcher's journal, where the command's processes write theirs too, and what there is to say about that.
+    There is none if this process has a witness already, from before it replaced itself by `exec`."""
+    home, spool = settings.home_folder, settings.spool_folder
+    try:
+        if _takes_the_spool(settings):
+            return _create(private_folder(spool), process), ""
+        return _create(home, process), ""
+    except (OSError, HeadwayError) as error:
+        try:
+            note = f"cannot write to {home} ({error}). Journals go to {spool}: read them with HEADWAY_HOME={spool}."
+            return _create(private_folder(spool), process), note
+        except (OSError, HeadwayError) as second:
+            raise PlatformError(
+                f"cannot write to {home} ({error}) nor to {spool} ({second}). This job is not measured."
+            ) from second
+
+
+def _takes_the_spool(settings: Settings) -> bool:
+    return settings.spool is not None or is_network(settings.home_folder)
+
+
+def _create(home: Path, process: Process) -> Writer | None:
+    paths = JobPaths(home, process.job).make()
+    try:
+        # Not the name that the command itself will look for, if it turns out to be a Python that is measured.
+        return Writer(paths.journal(f"launcher-{process_name(process)}"))
+    except FileExistsError:
+        return None
+
+
+def _ensure_collector(process: Process, settings: Settings, writer: Writer) -> None:
+    from headway.collect import ensure_collector
+
+    rolls_up = "headway.accounting.rollup:roll_up"
+    problem = ensure_collector(settings.spool_folder, settings.home_folder, process.job, rolls_up)
+    if problem:
+        mark = Mark(t_ns=time.monotonic_ns(), name="no collector", attrs={"problem": clean_text(problem)})
+        writer.append(encode(mark))
+
+
+# --- how the command ended -------------------------------------------------------------------------------------------
+
+
+def _status_of_zombie(pid: int, ticks: int | None) -> int | None:
+    """The wait status of an ended process as /proc tells it until its parent has asked; None if it does not."""
+    try:
+        folder = Path(f"/proc/{pid}")
+        is_ours = folder.stat().st_uid == os.geteuid()  # of anybody else's it says 0
+        fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[49]) if is_ours and fields[0] == b"Z" and int(fields[19]) == ticks else None
+
+
+def _status_of_reaped(pidfd: int) -> int | None:
+    """The wait status of an ended process as the kernel tells it once its parent has asked; None before Linux 6.15."""
+    for timeout_s in (0.0, REAP_S):
+        _happens(pidfd, 0, timeout_s)  # no event but the one that is always reported: it is reaped
+        info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+        try:
+            fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        except OSError:
+            return None
+        mask, *_, status = _PIDFD_INFO.unpack(info)
+        if mask & _PIDFD_INFO_EXIT:
+            return int(status)
+    return None

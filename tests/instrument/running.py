@@ -1,0 +1,67 @@
+"""Commands under `headway exec`, in real processes, and what their witness wrote."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.events.journal import Follower, is_being_written
+from headway.events.vocabulary import Process, ProcessGone, Record
+
+HEADWAY = [sys.executable, "-P", "-m", "headway"]
+PATIENCE_S = 30.0
+SITE = Path(sys.modules["headway"].__file__ or "").parent / "instrument" / "site"
+
+KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+TELLS_EXIT_CODES = KERNEL >= (6, 15)
+"""Before that, a witness that comes second to the command's parent cannot learn the exit code."""
+
+
+def run(*command: str, options: tuple[str, ...] = (), **settings: Any) -> "subprocess.CompletedProcess[str]":
+    """A command under `headway exec`, to its end."""
+    settings = {"capture_output": True, "text": True, "timeout": 60} | settings
+    return subprocess.run([*HEADWAY, "exec", *options, *command], **settings)
+
+
+def begin(*command: str, **settings: Any) -> "subprocess.Popen[str]":
+    """A command under `headway exec`, which the caller ends."""
+    settings = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True} | settings
+    return subprocess.Popen([*HEADWAY, "exec", *command], **settings)
+
+
+def python(*words: str, path: str = "", environ: Mapping[str, str] | None = None, **settings: Any) -> str:
+    """What a Python prints that was started with the shim."""
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), path])), **(environ or {})}
+    settings = {"capture_output": True, "text": True, "timeout": 60, "check": True} | settings
+    return subprocess.run([sys.executable, *words], env=given, **settings).stdout
+
+
+def witnessed(home: Path) -> list[tuple[Process, list[Record]]]:
+    """Each launcher of a home's jobs and what follows in its journal, when no witness is at work any more."""
+    wait_for(lambda: not any(map(is_being_written, home.rglob("launcher-*.hwj"))))
+    found = []
+    for path in sorted(home.rglob("launcher-*.hwj")):
+        first, *others = Follower(path).poll().records
+        assert isinstance(first, Process)
+        found.append((first, others))
+    return found
+
+
+def end_of(home: Path) -> ProcessGone:
+    """How the one command of this home ended."""
+    wait_for(lambda: list(home.rglob("launcher-*.hwj")))
+    ((_, others),) = witnessed(home)
+    (gone,) = others
+    assert isinstance(gone, ProcessGone)
+    return gone
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,489 @@
+"""Steps made of fetches and optimizer steps, on a clock turned by hand: what is a step, a wait, an evaluation."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.accounting.ledger import Ledger
+from headway.accounting.rules import Bucket
+from headway.events.vocabulary import Restored, Saved
+from headway.instrument.devices import EVERY, DeviceWaits
+from headway.instrument.loop import TAKEOVER, Loader, Pass, Tracker
+from headway.testing import Story
+
+
+class Optimizer:
+    """As much of one as is looked at."""
+
+    def __init__(self, steps: int | None = None) -> None:
+        self.state: dict[str, dict[str, Any]] = {"weight": {"step": steps}} if steps is not None else {}
+
+    def counts(self) -> "Optimizer":
+        for state in self.state.values():
+            state["step"] += 1
+        return self
+
+
+class Model:
+    def __init__(self) -> None:
+        self.training = True
+
+
+class Scene:
+    """One process that trains, without torch."""
+
+    def __init__(self, story: Story, start: float = 0.0) -> None:
+        self.story = story
+        self.rank = story.rank(start=start)
+        self.clock = self.rank.clock
+        self.grads = True
+        self.tracker = Tracker(self.rank.recorder, lambda: not self.grads)
+        self.optimizer = Optimizer()
+
+    def fetch(self, way: Pass, wait: float) -> None:
+        asked = self.tracker.fetching(way)
+        self.clock.advance(wait)
+        self.tracker.fetched(way, asked)
+
+    def stop(self, way: Pass, wait: float = 0.0) -> None:
+        asked = self.tracker.fetching(way)
+        self.clock.advance(wait)
+        self.tracker.exhausted(way, asked)
+
+    def step(self, work: float, *optimizers: Optimizer) -> None:
+        self.clock.advance(work)
+        for optimizer in optimizers or (self.optimizer,):
+            self.tracker.stepped(optimizer.counts())
+
+    def epoch(self, loader: Loader, batches: int, wait: float, work: float, after: float = 0.0) -> None:
+        way = self.tracker.begins(loader)
+        for _ in range(batches):
+            self.fetch(way, wait)
+            self.step(work)
+            self.clock.advance(after)
+        self.stop(way)
+
+    def look(self, loader: Loader, batches: int, each: float) -> None:
+        way = self.tracker.begins(loader)
+        for _ in range(batches):
+            self.fetch(way, each)
+        self.stop(way)
+
+    def ends(self) -> None:
+        self.tracker.finish()
+        self.rank.finished()
+
+    def ledger(self) -> Ledger:
+        return self.story.ledger()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(Story(tmp_path))
+
+
+def seconds(ledger: Ledger, bucket: Bucket) -> float:
+    return round(ledger.buckets[bucket] / 1e9, 6)
+
+
+def trained(ledger: Ledger) -> tuple[float, float, float]:
+    """Time in steps, waiting for data, and the number of new steps."""
+    effective, waiting = seconds(ledger, Bucket.TRAINING_EFFECTIVE), seconds(ledger, Bucket.WASTE_DATA_WAIT)
+    return effective, waiting, ledger.steps[Bucket.TRAINING_EFFECTIVE]
+
+
+def test_a_loop_over_a_loader(scene: Scene) -> None:
+    scene.clock.advance(3)
+    scene.epoch(Loader(), 10, wait=0.5, work=2.0, after=0.25)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (10 * 2.25, 9 * 0.5, 10)
+    assert seconds(ledger, Bucket.START_TRAINER_INIT) == 3.5
+    assert seconds(ledger, Bucket.UNATTRIBUTED) == 0
+
+
+def test_epochs_follow_one_another(scene: Scene) -> None:
+    loader = Loader()
+    for _ in range(3):
+        scene.epoch(loader, 10, wait=0.5, work=2.0)
+    scene.ends()
+    assert trained(scene.ledger()) == (60.0, 29 * 0.5, 30)
+
+
+def test_work_between_epochs_is_not_training(scene: Scene) -> None:
+    loader = Loader()
+    for _ in range(2):
+        scene.epoch(loader, 10, wait=0.0, work=1.0)
+        scene.clock.advance(4)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (20.0, 0, 20)
+    assert seconds(ledger, Bucket.UNATTRIBUTED) == 4
+    assert seconds(ledger, Bucket.SHUTDOWN_TEARDOWN) == 4
+
+
+def test_work_after_the_last_step_is_shutdown_even_if_the_loader_is_never_finished(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for _ in range(5):
+        scene.fetch(way, 0.1)
+        scene.step(1.0)
+    scene.clock.advance(60)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[0] == 5.0
+    assert seconds(ledger, Bucket.SHUTDOWN_TEARDOWN) == 60
+
+
+def test_a_kill_in_work_after_the_last_step_loses_no_step(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for _ in range(5):
+        scene.fetch(way, 0.0)
+        scene.step(1.0)
+    scene.rank.saved(5)
+    scene.clock.advance(60)
+    with scene.rank.during("publish"):
+        scene.clock.advance(1)
+        scene.rank.killed()
+    ledger = scene.ledger()
+    assert trained(ledger)[0] == 5.0
+    assert seconds(ledger, Bucket.WASTE_UNSAVED_STEPS) == 0
+
+
+def test_gradient_accumulation_is_one_step_of_several_batches(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader(8))
+    for _ in range(10):
+        for _ in range(4):
+            scene.fetch(way, 0.1)
+            scene.clock.advance(1.0)
+        scene.step(0.5)
+    scene.stop(way)
+    scene.ends()
+    assert trained(scene.ledger()) == (10 * 4.5, round(9 * 0.4 + 0.3, 6) - 0.3, 10)
+
+
+def test_two_optimizers_are_one_step(scene: Scene) -> None:
+    generator, discriminator = Optimizer(), Optimizer()
+    way = scene.tracker.begins(Loader())
+    for _ in range(10):
+        scene.fetch(way, 0.0)
+        scene.step(1.0, discriminator)
+        scene.step(1.0, generator)
+    scene.stop(way)
+    scene.ends()
+    assert trained(scene.ledger()) == (20.0, 0, 10)
+
+
+def test_an_optimizer_for_each_parameter_is_one_step(scene: Scene) -> None:
+    optimizers = [Optimizer() for _ in range(300)]
+    way = scene.tracker.begins(Loader())
+    for _ in range(10):
+        scene.fetch(way, 0.0)
+        scene.step(1.0, *optimizers)
+    scene.stop(way)
+    scene.ends()
+    assert trained(scene.ledger()) == (10.0, 0, 10)
+
+
+def test_a_skipped_step_joins_the_next(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for number in range(10):
+        scene.fetch(way, 0.5)
+        if number in (3, 4):  # the gradient scaler found an infinity
+            scene.clock.advance(1.0)
+        else:
+            scene.step(1.0)
+    scene.stop(way)
+    scene.ends()
+    assert trained(scene.ledger()) == (10.0, 4.5, 8)
+
+
+def test_a_lead_that_falls_silent_is_replaced(scene: Scene) -> None:
+    warm_up, main = Optimizer(), Optimizer()
+    way = scene.tracker.begins(Loader())
+    for number in range(20):
+        scene.fetch(way, 0.0)
+        scene.step(1.0, warm_up if number < 5 else main)
+    scene.stop(way)
+    scene.ends()
+    assert trained(scene.ledger()) == (20.0, 0, 20 - (TAKEOVER - 1))
+
+
+def test_a_lead_that_is_gone_is_replaced_at_once(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for _ in range(4):
+        scene.fetch(way, 0.0)
+        scene.step(1.0)
+    scene.optimizer = Optimizer()
+    for _ in range(4):
+        scene.fetch(way, 0.0)
+        scene.step(1.0)
+    scene.ends()
+    assert trained(scene.ledger())[2] == 8
+
+
+def test_batches_asked_ahead_are_trained_after_the_loader_is_empty(scene: Scene) -> None:
+    loader = Loader()
+    for _ in range(2):
+        way = scene.tracker.begins(loader)
+        scene.fetch(way, 0.2)
+        for number in range(10):
+            scene.fetch(way, 0.2) if number < 9 else scene.stop(way)
+            scene.step(1.0)
+    scene.ends()
+    assert trained(scene.ledger())[2] == 20
+    assert trained(scene.ledger())[0] == pytest.approx(20.0)
+
+
+def test_a_loop_without_a_loader_is_measured_from_step_to_step(scene: Scene) -> None:
+    scene.clock.advance(2)
+    for _ in range(11):
+        scene.step(1.5)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (15.0, 0, 11)
+    assert seconds(ledger, Bucket.START_TRAINER_INIT) == 3.5  # the first step's begin is not known
+
+
+def test_one_batch_asked_of_a_new_iterator_each_time_is_training(scene: Scene) -> None:
+    loader = Loader()
+    for _ in range(10):
+        way = scene.tracker.begins(loader)
+        scene.fetch(way, 0.5)
+        del way
+        scene.step(1.0)
+    scene.ends()
+    assert trained(scene.ledger()) == (10.0, 4.5, 10)
+
+
+def test_two_loaders_side_by_side_both_train(scene: Scene) -> None:
+    ways = [scene.tracker.begins(Loader()), scene.tracker.begins(Loader())]
+    for _ in range(10):
+        for way in ways:
+            scene.fetch(way, 0.25)
+        scene.step(1.0)
+    scene.ends()
+    assert trained(scene.ledger()) == (10.0, 4.5, 10)
+
+
+def test_a_loop_that_is_left_by_break_ends_with_its_last_step(scene: Scene) -> None:
+    loader = Loader()
+    for _ in range(2):
+        way = scene.tracker.begins(loader)
+        for _ in range(5):
+            scene.fetch(way, 0.0)
+            scene.step(1.0)
+        scene.fetch(way, 0.0)
+        del way
+        scene.clock.advance(7)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (10.0, 0, 10)
+    assert seconds(ledger, Bucket.UNATTRIBUTED) == 7
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_read_without_steps_is_evaluation(scene: Scene) -> None:
+    train, validate = Loader(), Loader()
+    for _ in range(2):
+        scene.epoch(train, 10, wait=0.0, work=1.0)
+        scene.look(validate, 5, each=1.0)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[0] == 20.0
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 10.0
+
+
+def test_evaluation_in_the_middle_of_a_loop(scene: Scene) -> None:
+    train, validate = Loader(), Loader()
+    way = scene.tracker.begins(train)
+    for number in range(20):
+        scene.fetch(way, 0.0)
+        scene.step(1.0)
+        if number == 10:
+            scene.look(validate, 5, each=1.0)
+    scene.stop(way)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (20.0, 0, 20)
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 5.0
+
+
+@pytest.mark.parametrize("sign", ["gradients are off", "the model evaluates"])
+def test_evaluation_with_a_sign_is_known_while_it_runs(scene: Scene, sign: str) -> None:
+    model = Model()
+    scene.epoch(Loader(), 10, wait=0.0, work=1.0)
+    if sign == "gradients are off":
+        scene.grads = False
+    else:
+        model.training = False
+        scene.tracker.to_evaluation_mode(model)
+    way = scene.tracker.begins(Loader())
+    scene.fetch(way, 3.0)
+    scene.clock.advance(2.0)
+    scene.rank.recorder.mark("sign of life")
+    scene.rank.killed()
+    assert seconds(scene.ledger(), Bucket.WASTE_EVALUATION) == 5.0
+
+
+def test_evaluation_without_a_loader_lasts_as_long_as_the_model_is_in_evaluation_mode(scene: Scene) -> None:
+    model = Model()
+    for number in range(20):
+        scene.step(1.0)
+        if number == 10:
+            scene.tracker.to_evaluation_mode(model)
+            scene.clock.advance(5.0)
+            assert scene.tracker.to_training_mode(model)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[0] == 19.0
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 5.0
+
+
+def test_a_part_that_stays_in_evaluation_mode_while_others_train_does_not_evaluate(scene: Scene) -> None:
+    teacher = Model()
+    scene.tracker.to_evaluation_mode(teacher)
+    teacher.training = False
+    scene.epoch(Loader(), 5, wait=0.0, work=1.0)
+    scene.tracker.to_evaluation_mode(teacher)
+    scene.epoch(Loader(), 5, wait=0.0, work=1.0)  # a new loader, while the teacher is in evaluation mode
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[2] == 10
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) <= 1.0  # until the first step shows that it trains
+
+
+def test_a_loader_read_before_any_training_is_preparation(scene: Scene) -> None:
+    scene.look(Loader(), 5, each=1.0)
+    scene.epoch(Loader(), 5, wait=0.0, work=1.0)
+    scene.ends()
+    stages = {key[1]: ns / 1e9 for key, ns in scene.ledger().sums.items() if key[1]}
+    assert stages["preproc_creation"] == 5.0
+
+
+def test_a_script_that_measures_its_own_steps_is_left_alone(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for _ in scene.rank.recorder.steps(range(10)):
+        scene.fetch(way, 0.5)
+        scene.step(1.0)
+    scene.stop(way)
+    scene.ends()
+    ledger = scene.ledger()
+    assert ledger.steps[Bucket.TRAINING_EFFECTIVE] == 10
+    assert seconds(ledger, Bucket.TRAINING_EFFECTIVE) == 15.0
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 0
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+def test_batches_fetched_in_another_thread_are_no_wait(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for _ in range(10):
+        other = threading.Thread(target=scene.fetch, args=(way, 0.5))
+        other.start()
+        other.join()
+        scene.step(1.0)
+    scene.ends()
+    assert trained(scene.ledger())[1:] == (0, 10)
+
+
+def test_an_optimizer_that_steps_in_another_thread_still_ends_steps(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for _ in range(10):
+        scene.fetch(way, 0.5)
+        other = threading.Thread(target=scene.step, args=(1.0,))
+        other.start()
+        other.join()
+    scene.ends()
+    assert trained(scene.ledger()) == (10.0, 4.5, 10)
+
+
+# --- resuming ------------------------------------------------------------------------------------------------------
+
+
+def saved(scene: Scene, path: str, file: str = "") -> None:
+    scene.rank.recorder.record(Saved(t_ns=scene.clock.now_ns(), step=scene.tracker.steps_done, path=path, file=file))
+
+
+@pytest.mark.parametrize("how", ["the same path", "a renamed file", "the optimizer's own count"])
+def test_a_resume_repeats_what_was_not_saved(tmp_path: Path, how: str) -> None:
+    story = Story(tmp_path)
+    first = Scene(story)
+    first.optimizer = Optimizer(0)
+    way = first.tracker.begins(Loader())
+    for number in range(30):
+        first.fetch(way, 0.0)
+        first.step(1.0)
+        if number == 19:
+            saved(first, "/c/step.pt", "1:2")
+    first.rank.killed()
+    second = Scene(story, start=40)
+    second.optimizer = Optimizer(20 if how == "the optimizer's own count" else None)
+    second.tracker.loads = [
+        {"the same path": ("/c/step.pt", ""), "a renamed file": ("/c/last.pt", "1:2")}.get(how, ("/elsewhere", ""))
+    ]
+    second.epoch(Loader(), 30, wait=0.0, work=1.0)
+    saved(second, "/c/step.pt")
+    second.ends()
+    ledger = story.ledger()
+    assert seconds(ledger, Bucket.WASTE_REPEATED_STEPS) == 10.0
+    assert trained(ledger)[0] == 50.0
+
+
+def test_a_load_that_nobody_saved_is_a_start_from_scratch(tmp_path: Path) -> None:
+    scene = Scene(Story(tmp_path))
+    scene.tracker.loads = [("/pretrained.pt", "9:9")]
+    scene.epoch(Loader(), 10, wait=0.0, work=1.0)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[2] == 10
+    records = [r for _, batch in scene.story.reader.poll() for r in batch.records if isinstance(r, Restored)]
+    assert all(record.step is None for record in records)
+
+
+# --- devices -------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """A queue of work that runs by itself, and events in it."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock, self.busy_until = clock, 0
+
+    def event(self, **options: Any) -> "Event":
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def record(self) -> None:
+        self.at = max(self.device.busy_until, self.device.clock.now_ns())
+
+    def query(self) -> bool:
+        return self.device.clock.now_ns() >= self.at
+
+    def elapsed_time(self, other: "Event") -> float:
+        return (other.at - self.at) / 1e6
+
+
+@pytest.mark.parametrize(("busy", "felt"), [(10.0, 0.0), (1.0, 0.5), (0.0, 1.0)])
+def test_a_device_feels_only_the_waits_it_stands_idle_in(scene: Scene, busy: float, felt: float) -> None:
+    """Each step queues work; the host then waits 2 s for data, while the device has `busy` seconds left."""
+    device = Device(scene.clock)
+    scene.tracker.device = DeviceWaits(device.event)
+    way = scene.tracker.begins(Loader())
+    count = 20 * EVERY
+    for _ in range(count):
+        scene.fetch(way, 2.0)
+        scene.step(0.1)
+        device.busy_until = scene.clock.now_ns() + round(busy * 1e9)
+    scene.stop(way)
+    scene.ends()
+    waiting = trained(scene.ledger())[1]
+    assert waiting == pytest.approx(felt * 2.0 * count, rel=0.1, abs=2.0 * EVERY)
