@@ -8,21 +8,23 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.terminal_theme import MONOKAI
 
+from headway.accounting.ledger import Ledger
 from headway.cli.source import Source, open_job
 from headway.errors import UnknownJob
 from headway.observe.summary import summary
 from headway.observe.terminal import render
 
+KILL_AT = 250
 HERE = Path(__file__).parent
 OUT = HERE.parent / "out" / "demo"
 
@@ -32,45 +34,53 @@ def start(job: str) -> subprocess.Popen[bytes]:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     environ = os.environ | {
-        "HEADWAY_JOB": job,
         "OMP_NUM_THREADS": "1",
         # Stock torchrun may not come back after a failure without it: restarted ranks read the old ones' addresses.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # A cache of its own, so that every demo shows a cold start first and a warm one after the failure.
         "TORCHINDUCTOR_CACHE_DIR": str(OUT / "compile-cache"),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "3", "--monitor-interval", "0.1", str(HERE / "train_dlrm.py")]
-    command += ["--kill-at", "250", "--folder", str(OUT)]
+    command = [sys.executable, "-m", "headway", "exec", "--job", job]
+    command += [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", "--monitor-interval", "0.1", str(HERE / "train_dlrm.py"), "--folder", str(OUT)]
     with open(OUT / "log.txt", "wb") as log:
         return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
 
 
-def look(source: Source | None, job: str) -> tuple[Source | None, dict[str, Any] | None]:
-    """The report so far; nothing before the first rank has begun."""
+def look(source: Source | None, job: str) -> tuple[Source | None, Ledger | None]:
+    """The job so far; nothing before the first process has begun."""
     try:
         source = source or open_job(job)
-        return source, summary(source.ledger())
+        return source, source.ledger()
     except UnknownJob:
         return None, None
 
 
-def _doing(report: dict[str, Any] | None) -> str:
-    return f"attempt {len(report['attempts']) - 1}, {report['steps']['new']:.0f} steps" if report else "starting"
+def kill(ledger: Ledger) -> bool:
+    """Kills rank 1, if it has trained far enough: a real SIGKILL, from outside."""
+    if sum(ledger.steps.values()) < KILL_AT or 1 not in ledger.attempts[-1].attempt.members:
+        return False
+    os.kill(ledger.attempts[-1].attempt.members[1].process.pid, signal.SIGKILL)
+    return True
+
+
+def _doing(ledger: Ledger | None) -> str:
+    return f"attempt {len(ledger.attempts) - 1}, {sum(ledger.steps.values()):.0f} steps" if ledger else "starting"
 
 
 def follow(training: subprocess.Popen[bytes], job: str, console: Console) -> None:
     """Shows the report while the job runs: live on a terminal, else a line now and then."""
-    source, began, told = None, time.monotonic(), 0.0
+    source, began, told, killed = None, time.monotonic(), 0.0, False
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while training.poll() is None:
-            source, report = look(source, job)
+            source, ledger = look(source, job)
             passed = time.monotonic() - began
-            if report is not None and console.is_terminal:
-                live.update(render(report), refresh=True)
+            killed = killed or (ledger is not None and kill(ledger))
+            if ledger is not None and console.is_terminal:
+                live.update(render(summary(ledger)), refresh=True)
             elif passed - told > 10:
                 told = passed
-                console.print(f"{passed:4.0f} s  {_doing(report)}")
+                console.print(f"{passed:4.0f} s  {_doing(ledger)}")
             time.sleep(0.5)
 
 
@@ -86,8 +96,8 @@ def draw(report: RenderableType, path: Path) -> None:
 def main() -> int:
     console = Console()
     job = f"demo-{time.strftime('%H%M%S')}"
-    console.print("Training a small DLRM: 2 ranks, torch.compile, a checkpoint every 100 steps.")
-    console.print("Rank 1 kills itself at step 250, torchrun restarts both. About two minutes.\n")
+    console.print("headway exec torchrun … train_dlrm.py: plain torch, 2 ranks, a checkpoint every 100 steps.")
+    console.print(f"After step {KILL_AT} rank 1 is killed, and torchrun restarts both. About two minutes.\n")
     training = start(job)
     try:
         follow(training, job, console)
@@ -104,7 +114,7 @@ def main() -> int:
     draw(report, OUT / "report.svg")
     console.print("\nNext: [cyan].venv/bin/headway report --html out/demo/report.html[/cyan] for the page,")
     console.print("      [cyan].venv/bin/headway report --perfetto out/demo/trace.json[/cyan] for ui.perfetto.dev,")
-    console.print("      and examples/train_dlrm.py for the lines that a training script needs.")
+    console.print("      [cyan].venv/bin/headway exec python your_script.py[/cyan] for a job of yours.")
     return 0
 
 

@@ -1,9 +1,8 @@
-"""A small DLRM in plain torch, measured with headway: two gloo ranks under torchrun, checkpoints, torch.compile.
+"""A small DLRM in plain torch: two gloo ranks under torchrun, checkpoints, torch.compile.
 
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_dlrm.py
+    headway exec torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_dlrm.py
 
-The lines that mention `run` are all that headway adds. With --kill-at N rank 1 kills itself with SIGKILL at step N,
-once, to show what a failure costs.
+There is not a word of headway in it.
 """
 
 import argparse
@@ -15,9 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
-
-import headway
-from headway.testing import kill_at
 
 TABLES, ROWS, WIDTH, DENSE = 8, 20_000, 32, 13
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -69,61 +65,42 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--folder", type=Path, default=Path("out/demo"))
-    parser.add_argument("--kill-at", type=int)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     checkpoint = options.folder / "checkpoint.pt"
 
-    run = headway.current()
     torch.manual_seed(0)
-
-    with run.stage("process_group_init"):
-        dist.init_process_group("gloo")
-    with run.stage("train_module_creation"):
-        model = DLRM()
-        replica = DistributedDataParallel(model)
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.02)
-        loss_of = nn.BCEWithLogitsLoss()
+    dist.init_process_group("gloo")
+    model = DLRM()
+    compiled = torch.compile(DistributedDataParallel(model))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.02)
+    loss_of = nn.BCEWithLogitsLoss()
 
     first = 0
     if checkpoint.exists():
-        with run.span("checkpoint_restore"):
-            state = torch.load(checkpoint, weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            first = state["step"]
-        run.checkpoint_restored(first, checkpoint)
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
 
-    with run.stage("preproc_creation"):
-        data = Clicks(options.steps * options.batch_size * run.world_size)
-        sampler = DistributedSampler(data, shuffle=False)
-        rest = Subset(data, list(sampler)[first * options.batch_size :])
-        loader = DataLoader(rest, options.batch_size, num_workers=1, prefetch_factor=8)
+    data = Clicks(options.steps * options.batch_size * dist.get_world_size())
+    sampler = DistributedSampler(data, shuffle=False)
+    rest = Subset(data, list(sampler)[first * options.batch_size :])
+    loader = DataLoader(rest, options.batch_size, num_workers=1, prefetch_factor=8)
 
-    with run.span("pt2_compilation"):
-        compiled = torch.compile(replica)
-        dense, sparse = torch.randn(options.batch_size, DENSE), torch.randint(ROWS, (options.batch_size, TABLES))
-        compiled(dense, sparse).sum().backward()
-        optimizer.zero_grad()
-
-    for step, (dense, sparse, clicked) in run.steps(loader, start=first):
+    for step, (dense, sparse, clicked) in enumerate(loader, first):
         loss = loss_of(compiled(dense, sparse), clicked)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if options.kill_at is not None:
-            kill_at(options.kill_at, step, rank=1, marker=options.folder / "killed")
         if (step + 1) % options.save_every == 0:
-            with run.span("checkpoint_blocking"):
-                if run.rank == 0:
-                    save(checkpoint, step + 1, model, optimizer)
-                dist.barrier()
-            run.checkpoint_saved(step + 1, checkpoint)
+            if dist.get_rank() == 0:
+                save(checkpoint, step + 1, model, optimizer)
+            dist.barrier()
 
-    if run.rank == 0:
+    if dist.get_rank() == 0:
         print(f"trained {options.steps} steps, last loss {loss.item():.4f}", flush=True)
     dist.destroy_process_group()
-    run.finish()
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -11,6 +11,7 @@ from headway.errors import HeadwayError, nearest
 VERBS = {
     "exec": "headway.cli.exec:exec_command",
     "inject": "headway.cli.inject:inject",
+    "doctor": "headway.cli.doctor:doctor",
     "import": "headway.cli.import_:import_",
     "jobs": "headway.cli.jobs:jobs",
     "report": "headway.cli.report:report",

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 BACKGROUND = "checkpoint_background"
 """Saving that nobody waits for: shown, not counted."""
 
+_announced: dict[str, int] = {}
+"""Where a save in the background is to go, and how many steps it holds."""
+
 
 def _torch_files(session: "Session", module: Any) -> None:
     _saves(session, module, "save", ("obj", "f"), lambda obj, f, *args, **kwargs: (obj, f))
@@ -54,7 +57,10 @@ def _dcp_loader(session: "Session", module: Any) -> None:
 
 def _lightning(session: "Session", module: Any) -> None:
     def saved(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return None, filepath
+        if type(self.strategy.checkpoint_io).__name__ != "AsyncCheckpointIO":
+            return None, filepath
+        _announced[place(filepath)] = session.tracker.steps_done if session.tracker else 0
+        return (), filepath
 
     _saves(session, module.Trainer, "save_checkpoint", ("self", "filepath"), saved)
 
@@ -106,7 +112,7 @@ MODULES = {
 
 
 def _saves(session: "Session", owner: Any, name: str, expected: tuple[str, ...], taken: Any) -> None:
-    """Hooks a function that saves; `taken(*args)` gives what and where to (nothing to look at: it is a checkpoint)."""
+    """Hooks a function that saves; `taken(*args)` gives what and where to. None is a checkpoint for sure."""
     patch = session.patch(owner, name, expected)
     if patch is None:
         return
@@ -114,8 +120,10 @@ def _saves(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
     def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, int, Any]:
         background = session.in_background()
         span = session.begins(BACKGROUND if background else Activity.CHECKPOINT_BLOCKING)
-        steps = session.tracker.steps_done if session.tracker else 0
-        return span, -1 if background else steps, taken(*args, **kwargs)
+        what, where = taken(*args, **kwargs)
+        if background:
+            return span, _announced.pop(place(where), 0), (what, where)
+        return span, session.tracker.steps_done if session.tracker else 0, (what, where)
 
     def ends(token: tuple[Span | None, int, Any], result: Any, error: BaseException | None) -> None:
         span, steps, (what, where) = token
@@ -141,10 +149,10 @@ def _loads(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
     def ends(token: tuple[Span | None, Any], result: Any, error: BaseException | None) -> None:
         span, where = token
         session.ends(span, error is not None)
-        if span is not None and error is None and session.tracker is not None:
-            path = place(where)
+        path = place(where)
+        if span is not None and error is None and session.tracker is not None and path:
             # Where a checkpoint is a folder, a script may load its files one by one.
-            loads = dict([*session.tracker.loads, *(_known(place) for place in (os.path.dirname(path), path))])
+            loads = dict([*session.tracker.loads, _known(os.path.dirname(path)), _known(path)])
             session.tracker.loads = list(loads.items())[-16:]
 
     patch.put(around(patch, begins, ends))

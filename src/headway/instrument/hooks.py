@@ -63,6 +63,7 @@ TIMED: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         ("Trainer.train", A.PRE_TRAIN, ("self",)),
         ("Trainer.evaluate", A.EVALUATION, ("self",)),
         ("Trainer.predict", A.EVALUATION, ("self",)),
+        ("Trainer._load_best_model", A.CHECKPOINT_BLOCKING, ("self",)),  # not where training goes on from
     ],
     **dict.fromkeys(
         ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"),
@@ -71,6 +72,10 @@ TIMED: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     **dict.fromkeys(
         ("lightning.pytorch.loops.evaluation_loop", "pytorch_lightning.loops.evaluation_loop"),
         [("_EvaluationLoop.run", A.EVALUATION, ("self",))],
+    ),
+    **dict.fromkeys(
+        ("lightning.pytorch.loops.prediction_loop", "pytorch_lightning.loops.prediction_loop"),
+        [("_PredictionLoop.run", A.EVALUATION, ("self",))],
     ),
 }
 """Functions whose calls are recorded as an activity, with the arguments they must take."""

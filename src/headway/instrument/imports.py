@@ -86,6 +86,10 @@ class ImportWatch:
         for hook in self._waiting.pop(name, ()):
             hook(module)
 
+    def waited_for(self) -> list[str]:
+        """The modules that are waited for."""
+        return list(self._waiting)
+
     def call_for(self, name: str, hook: "Hook") -> None:
         """Calls `hook` with the module once it is imported; now, if it has been."""
         module = sys.modules.get(name)

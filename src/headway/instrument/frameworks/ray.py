@@ -35,8 +35,10 @@ def _ends(session: "Session", module: Any) -> None:
         session.tracker.finish()
         for call in session.on_leave:
             call()
-        session.run.finish()
-        if raised := runner.get_error():
+        raised = runner.get_error()
+        if raised is None:
+            session.run.finish()
+        else:
             cause = getattr(raised, "_base_exc", raised)
             text = clean_text(f"{type(cause).__name__}: {cause}")
             recorder.record(ProcessEnd(t_ns=recorder.now_ns(), error=text))
