@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from headway.accounting.advice import advise
 from headway.accounting.ledger import Ledger, by_bucket, percent
 from headway.accounting.rules import Bucket, StallRule
 from headway.events.vocabulary import WAITS_ANYWHERE, StepRun
@@ -1141,3 +1142,40 @@ def test_processes_one_after_the_other_that_never_trained_are_what_they_were(sto
     ledger = story.ledger()
     assert len(ledger.attempts) == 1
     assert took(ledger) == {"start.launcher_init": 12, "start.trainer_init": 10}
+
+
+# --- what hooks found out ------------------------------------------------------------------------------------------
+
+
+def test_advice_names_the_slow_imports_and_the_one_an_optimizer_hides(story: Story) -> None:
+    rank = story.rank().span("imports", 30).wait(1)
+    rank.recorder.mark("imports", seconds={"transformers": 20.0, "torch": 6.0, "torch._dynamo": 4.0, "numpy": 0.5})
+    rank.steps(20, each=1.0).finished()
+    titles = [advice.title for advice in advise(story.ledger())]
+    assert "import less before the first step: transformers 20.0 s, torch 6.0 s, torch._dynamo 4.0 s" in titles
+    assert any("the first optimizer imports it (4.0 s)" in title for title in titles)
+
+
+def test_advice_names_the_function_that_is_compiled_again_and_why(story: Story) -> None:
+    rank = story.rank().steps(20, each=1.0)
+    for number in range(3):
+        rank.span("pt2_compilation", 5).steps(5, each=1.0)
+        reason = f"tensor 'x' size mismatch, actual {number}"
+        rank.recorder.mark("compiled", function="forward (train.py:14)", seconds=5.0, reason=reason)
+    rank.recorder.mark("compiled", function="step (train.py:40)", seconds=9.0, reason="")
+    rank.finished()
+    (title,) = [a.title for a in advise(story.ledger()) if a.bucket == Bucket.WASTE_RECOMPILATION]
+    assert title.endswith(": forward (train.py:14) 3 times, the last because tensor 'x' size mismatch, actual 2")
+
+
+def test_what_hooks_say_of_themselves_is_noted_once(story: Story) -> None:
+    for number in range(2):
+        rank = story.rank(number, of=2).steps(5, each=1.0)
+        rank.recorder.mark("hook_off", hook="torch.save", error="ValueError: no")
+        rank.recorder.mark("asynchronous_device", device="cuda", looked=0)
+        if number:
+            rank.recorder.mark("asynchronous_device", device="cuda", looked=7)
+        rank.finished()
+    notes = story.ledger().notes
+    assert sum("torch.save was switched off (ValueError: no)" in note for note in notes) == 1
+    assert any("(cuda): what it felt of waits for data is known from 7 of them" in note for note in notes)

@@ -1,11 +1,14 @@
 """What to do about it: fixes, ranked by the ETT points that each would give back at most."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from headway.accounting.ledger import Ledger, percent
 from headway.accounting.rules import OTHER, Bucket
-from headway.events.vocabulary import Activity, Saved
+from headway.accounting.timeline import Timeline
+from headway.events.vocabulary import Activity, Saved, Told
 
 LEAST_POINTS = 0.5
 """Fixes that would give back less are not worth reading."""
@@ -32,6 +35,43 @@ class _Remedy:
     fix: str
     buckets: tuple[Bucket, ...]
     stage: str = ""
+    detail: Callable[[Ledger], str] = lambda ledger: ""
+    """What exactly, where hooks found it out."""
+
+
+def _told(ledger: Ledger, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What hooks found out, on the rank that mattered most in each attempt, with the number of the attempt."""
+    for attempt in ledger.attempts:
+        rank = attempt.critical_rank if name == Told.IMPORTS else attempt.slowest_rank
+        if rank in attempt.views:
+            timeline: Timeline = attempt.views[rank].member.timeline
+            timeline = timeline.unroll() if timeline.unroll is not None else timeline
+            yield from ((attempt.attempt.number, mark.attrs) for mark in timeline.marks if mark.name == name)
+
+
+def _slow_imports(ledger: Ledger) -> str:
+    took: dict[str, float] = {}
+    for _, told in _told(ledger, Told.IMPORTS):
+        for module, seconds in told.get("seconds", {}).items():
+            took[module] = max(took.get(module, 0.0), seconds)
+    slowest = sorted(took, key=lambda module: -took[module])[:3]
+    return ", ".join(f"{module} {took[module]:.1f} s" for module in slowest)
+
+
+def _recompiled(ledger: Ledger) -> str:
+    """The function that took longest to compile again, how often that was, and why the last time."""
+    took: dict[str, float] = {}
+    why: dict[str, list[str]] = {}
+    for _, told in _told(ledger, Told.COMPILED):
+        if told.get("reason"):
+            function = str(told.get("function", "?"))
+            took[function] = took.get(function, 0.0) + told.get("seconds", 0.0)
+            why.setdefault(function, []).append(str(told["reason"]))
+    if not took:
+        return ""
+    worst = max(took, key=lambda function: took[function])
+    times = f"{len(why[worst])} times, the last" if len(why[worst]) > 1 else "once,"
+    return f"{worst} {times} because {why[worst][-1]}"
 
 
 _INIT = (Bucket.START_TRAINER_INIT, Bucket.RECOVER_TRAINER_INIT)
@@ -46,6 +86,7 @@ _REMEDIES = (
         "stop recompiling when shapes change",
         "TORCH_LOGS=recompiles shows why; then torch.compile(model, dynamic=True)",
         (Bucket.WASTE_RECOMPILATION,),
+        detail=_recompiled,
     ),
     _Remedy(
         "load data ahead of the steps",
@@ -87,6 +128,7 @@ _REMEDIES = (
         "python -X importtime train.py 2> imports.txt",
         _INIT,
         Activity.IMPORTS,
+        _slow_imports,
     ),
     _Remedy(
         "make process groups when first used",
@@ -138,7 +180,7 @@ _REMEDIES = (
 def advise(ledger: Ledger) -> list[Advice]:
     """Fixes for this job, the one that gives back most first."""
     found = [_bound(ledger, remedy) for remedy in _REMEDIES]
-    found.append(_checkpoint_interval(ledger))
+    found += [_checkpoint_interval(ledger), _hidden_import(ledger)]
     worth = [advice for advice in found if advice is not None and advice.points >= LEAST_POINTS]
     return sorted(worth, key=lambda advice: -advice.points)
 
@@ -163,7 +205,23 @@ def _bound(ledger: Ledger, remedy: _Remedy) -> Advice | None:
         return None
     saved = sum(lost.values())
     most = max(lost, key=lambda key: lost[key])
-    return Advice(remedy.title, points_back(ledger, remedy.buckets, saved), saved / 1e9, remedy.fix, str(most[0]))
+    title = ": ".join(filter(None, (remedy.title, remedy.detail(ledger))))
+    return Advice(title, points_back(ledger, remedy.buckets, saved), saved / 1e9, remedy.fix, str(most[0]))
+
+
+def _hidden_import(ledger: Ledger) -> Advice | None:
+    """The first optimizer, or DDP, imports `torch._dynamo`: nobody asked for it by name, and it takes its time."""
+    took = [(number, told.get("seconds", {}).get("torch._dynamo", 0.0)) for number, told in _told(ledger, Told.IMPORTS)]
+    seconds = sum(s for _, s in took)
+    if not seconds:
+        return None
+    return Advice(
+        f"import torch._dynamo while something else is waited for: the first optimizer imports it ({took[0][1]:.1f} s)",
+        points_back(ledger, _INIT, seconds * 1e9),
+        seconds,
+        'threading.Thread(target=__import__, args=["torch._dynamo"]).start(), before init_process_group and the data',
+        str(_INIT[took[0][0] > 0]),
+    )
 
 
 def _checkpoint_interval(ledger: Ledger) -> Advice | None:

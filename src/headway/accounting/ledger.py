@@ -16,7 +16,7 @@ from headway.accounting.rules import OTHER, Bucket, Key, Lineage, StallRule, lab
 from headway.accounting.timeline import Piece, Timeline
 from headway.accounting.view import UNATTRIBUTED, Labels, RankView, Sums
 from headway.events.journal import Batch, Cell
-from headway.events.vocabulary import STAGES, Record
+from headway.events.vocabulary import STAGES, Record, Told
 
 _UNSEEN = "no PyTorch training was seen in this job: its processes neither fetched batches nor stepped an optimizer"
 
@@ -112,10 +112,30 @@ class JobAccounts:
             )
         if attempts[0].scheduled is None:
             notes.append("scheduling and hardware setup unknown: no scheduler's timestamps (see HEADWAY_ELIGIBLE)")
+        notes += self._told()
         lost = sum(timeline.dropped for timeline in self._timelines.values())
         if lost:
             notes.append(f"{lost} records are missing: the disk was full. Steps are complete, spans may not be")
         return notes
+
+    def _told(self) -> list[str]:
+        """What hooks said of themselves, each thing once, whichever rank said it."""
+        notes: dict[str, None] = {}
+        devices: dict[str, int] = {}
+        for timeline in self._timelines.values():
+            for mark in timeline.marks:
+                if mark.name == Told.HOOK_OFF:
+                    text = f"the hook on {mark.attrs.get('hook')} was switched off ({mark.attrs.get('error')})"
+                    notes[f"{text}: what it would have seen is missing"] = None
+                elif mark.name == Told.ASYNCHRONOUS_DEVICE:
+                    device, looked = str(mark.attrs.get("device")), mark.attrs.get("looked")
+                    devices[device] = devices.get(device, 0) + (looked if isinstance(looked, int) else 0)
+        for device, looked in devices.items():
+            known = (
+                f"what it felt of waits for data is known from {looked} of them" if looked else "only totals are known"
+            )
+            notes[f"steps run on a device that does not wait for the host ({device}): {known}"] = None
+        return list(notes)
 
 
 def _outlived(member: Member, following: Attempt) -> bool:

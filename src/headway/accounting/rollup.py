@@ -14,7 +14,18 @@ from typing import Any
 from headway.accounting.rules import NOTHING, Loop, Pace, StallRule
 from headway.accounting.timeline import Piece, Pieces, RankStint, Timeline
 from headway.events.journal import Cell
-from headway.events.vocabulary import Activity, Process, ProcessEnd, ProcessGone, Record, Restored, Saved, Scheduled
+from headway.events.vocabulary import (
+    Activity,
+    Mark,
+    Process,
+    ProcessEnd,
+    ProcessGone,
+    Record,
+    Restored,
+    Saved,
+    Scheduled,
+    Told,
+)
 
 VERSION = 2
 """Changes with anything that changes what a fold gives. Another version's roll-ups are not used."""
@@ -26,6 +37,10 @@ Load = Callable[[], tuple[Iterable[Record], Cell | None]]
 
 _WHAT: dict[str, str] = {NOTHING: NOTHING} | {str(what): what for what in (*Activity, *Loop)}
 _CHECKPOINTS: dict[str, type[Saved] | type[Restored]] = {"s": Saved, "r": Restored}
+
+
+_TOLD = (Told.HOOK_OFF, Told.ASYNCHRONOUS_DEVICE)
+"""Marks that a report speaks of whichever rank they are of; for others the records are folded."""
 
 
 def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
@@ -55,6 +70,7 @@ def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
         "checkpoints": [_checkpoint(at, record) for at, record in timeline.checkpoints],
         "open": [timeline._at, timeline._floor, timeline._winner, _trimmed(timeline._pending)],
         "waits_anywhere": timeline._waits_anywhere,
+        "told": [[m.t_ns, m.name, m.attrs] for m in timeline.marks if m.name in _TOLD],
         "pace": timeline._pace.condensed(),
     }  # fmt: skip
     return json.dumps(data, separators=(",", ":")).encode()
@@ -94,6 +110,7 @@ def _restored(told: dict[str, Any], load: Load) -> Timeline:
     ]
     timeline.loads = sum(record.step is None for _, record in timeline.checkpoints)
     timeline._waits_anywhere = told["waits_anywhere"]
+    timeline.marks = [Mark(t_ns=t_ns, name=name, attrs=attrs) for t_ns, name, attrs in told["told"]]
     timeline._at, timeline._floor, winner, pending = told["open"]
     timeline._winner, timeline._pending = _WHAT[winner], _pieces(pending)
     timeline._pace = Pace(told["pace"])

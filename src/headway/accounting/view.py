@@ -112,7 +112,7 @@ class RankView:
 
     @property
     def most_caused_ns(self) -> int:
-        """The most time it spent on any one thing that other ranks may have stalled for: tells whether to ask further."""
+        """The most time it spent on any one thing that others may have stalled for: whether it is worth asking when."""
         if self._most_caused_ns is None:
             loop = self._look.loop.sums
             sums = {what: loop.get(what, 0) for what in _CAUSES}

@@ -56,6 +56,19 @@ class Activity(StrEnum):
     PUBLISH = "publish"
 
 
+class Told(StrEnum):
+    """Names of marks that somebody reads: what hooks found out about a program that says nothing itself."""
+
+    IMPORTS = "imports"
+    """`seconds`: how long packages took to import, each with all that it imported."""
+    COMPILED = "compiled"
+    """`function`, `seconds`, `reason`: a compilation; the reason if it was not the function's first."""
+    HOOK_OFF = "hook_off"
+    """`hook`, `error`: a hook raised, and was taken out."""
+    ASYNCHRONOUS_DEVICE = "asynchronous_device"
+    """`device`, `looked`: steps run on it, and at how many waits for data it was looked at."""
+
+
 KNOWN_NAMES = {activity.value: number for number, activity in enumerate(Activity, 1)}
 """Numbers that need no `Name` record. They are part of the format: new activities go to the end of `Activity`."""
 
@@ -324,10 +337,12 @@ def decode(payload: bytes) -> Record | None:
             return SpanEnd(*_unpack_end(payload))
         if kind == SpanBegin.KIND:
             name, span, thread, t_ns = _unpack_begin(payload)
-            return SpanBegin(name, span, thread, t_ns, _attrs(payload, _BEGIN_BYTES))
+            trailer = payload[_BEGIN_BYTES:]
+            return SpanBegin(name, span, thread, t_ns, _attrs(trailer) if trailer else None)
         if kind == Period.KIND:
             name, thread, begin_ns, end_ns = _unpack_period(payload)
-            return Period(name, thread, begin_ns, end_ns, _attrs(payload, Period.LAYOUT.size))
+            trailer = payload[Period.LAYOUT.size :]
+            return Period(name, thread, begin_ns, end_ns, _attrs(trailer) if trailer else None)
         if kind == Name.KIND:
             return Name(_unpack_name(payload)[0], payload[Name.LAYOUT.size :].decode())
         return _decode_json(kind, payload)
@@ -335,9 +350,9 @@ def decode(payload: bytes) -> Record | None:
         raise ValueError(f"not a journal record: {error}") from error
 
 
-def _attrs(payload: bytes, at: int) -> dict[str, Any] | None:
-    """The attributes behind a packed record, if it has any."""
-    attrs: dict[str, Any] | None = _parse(payload[at:].decode())[0] if len(payload) > at else None
+def _attrs(trailer: bytes) -> dict[str, Any]:
+    """The attributes behind a packed record."""
+    attrs: dict[str, Any] = _parse(trailer.decode())[0]
     return attrs
 
 

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from headway.events.recorder import Span
-from headway.events.vocabulary import Activity
+from headway.events.vocabulary import Activity, Told
 from headway.instrument.patches import around, guarded
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class _Compiled:
                 where = f"{metrics.co_name} ({metrics.co_filename}:{metrics.co_firstlineno})"
                 reason = (metrics.recompile_reason or "")[:REASON_LIMIT]
                 took = round(metrics.entire_frame_compile_time_s or 0.0, 3)
-                recorder.mark("compiled", id=str(metrics.compile_id), function=where, seconds=took, reason=reason)
+                recorder.mark(Told.COMPILED, id=str(metrics.compile_id), function=where, seconds=took, reason=reason)
 
 
 MODULES = {"torch._dynamo.callback": _callbacks}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway import run as runs
 from headway.events.recorder import Span
-from headway.events.vocabulary import Activity
+from headway.events.vocabulary import Activity, Told
 from headway.instrument import checkpoints, compilation, distributed
 from headway.instrument.devices import DeviceWaits
 from headway.instrument.frameworks import ray
@@ -25,7 +25,19 @@ if TYPE_CHECKING:
 
 A = Activity
 
-TIMED: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+Timed = list[tuple[str, str, tuple[str, ...]]]
+
+_LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_LIGHTNING: dict[str, Timed] = {
+    "trainer.trainer": [
+        ("Trainer.__init__", A.INIT_PLUGINS, ("self",)),
+        ("Trainer.fit", A.PRE_TRAIN, ("self", "model")),
+    ],
+    "loops.evaluation_loop": [("_EvaluationLoop.run", A.EVALUATION, ("self",))],
+    "loops.prediction_loop": [("_PredictionLoop.run", A.EVALUATION, ("self",))],
+}
+
+TIMED: dict[str, Timed] = {
     "torch.cuda": [("_lazy_init", A.DEVICE_INIT, ()), ("set_device", A.DEVICE_INIT, ("device",))],
     "torch.nn.modules.module": [
         ("Module.to", A.TRAIN_MODULE_CREATION, ("self",)),
@@ -65,20 +77,10 @@ TIMED: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         ("Trainer.predict", A.EVALUATION, ("self",)),
         ("Trainer._load_best_model", A.CHECKPOINT_BLOCKING, ("self",)),  # not where training goes on from
     ],
-    **dict.fromkeys(
-        ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"),
-        [("Trainer.__init__", A.INIT_PLUGINS, ("self",)), ("Trainer.fit", A.PRE_TRAIN, ("self", "model"))],
-    ),
-    **dict.fromkeys(
-        ("lightning.pytorch.loops.evaluation_loop", "pytorch_lightning.loops.evaluation_loop"),
-        [("_EvaluationLoop.run", A.EVALUATION, ("self",))],
-    ),
-    **dict.fromkeys(
-        ("lightning.pytorch.loops.prediction_loop", "pytorch_lightning.loops.prediction_loop"),
-        [("_PredictionLoop.run", A.EVALUATION, ("self",))],
-    ),
+    **{f"{package}.{name}": entries for package in _LIGHTNING_PACKAGES for name, entries in _LIGHTNING.items()},
 }
-"""Functions whose calls are recorded as an activity, with the arguments they must take."""
+"""Functions whose calls are recorded as an activity, with the arguments they must take; those that train count as
+preparation up to their first step."""
 
 
 def install(session: "Session") -> None:
@@ -138,7 +140,7 @@ def _leads_up(session: "Session", owner: Any, attribute: str, expected: tuple[st
     patch.put(around(patch, begins, ends))
 
 
-def _time(session: "Session", entries: list[tuple[str, str, tuple[str, ...]]]) -> Callable[[Any], None]:
+def _time(session: "Session", entries: Timed) -> Callable[[Any], None]:
     def hook(module: Any) -> None:
         for path, activity, expected in entries:
             *owners, attribute = path.split(".")
@@ -313,8 +315,8 @@ def _look_at_device(session: "Session", optimizer: Any) -> None:
     if event is not None:
         waits = tracker.device = DeviceWaits(lambda: event(enable_timing=True))
         recorder = session.recorder
-        session.on_leave.append(lambda: recorder.mark("asynchronous_device", device=device, looked=waits.looked))
-    session.recorder.mark("asynchronous_device", device=device, looked=0)
+        session.on_leave.append(lambda: recorder.mark(Told.ASYNCHRONOUS_DEVICE, device=device, looked=waits.looked))
+    session.recorder.mark(Told.ASYNCHRONOUS_DEVICE, device=device, looked=0)
 
 
 # --- models --------------------------------------------------------------------------------------------------------

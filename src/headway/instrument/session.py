@@ -9,7 +9,7 @@ from typing import Any
 
 from headway import run as runs
 from headway.events.recorder import Recorder, Span
-from headway.events.vocabulary import Activity
+from headway.events.vocabulary import Activity, Told
 from headway.instrument.hooks import install
 from headway.instrument.imports import ImportWatch
 from headway.instrument.loop import Tracker
@@ -85,7 +85,7 @@ class Session:
         slow = {name: ns for name, ns in self.watch.took_ns.items() if ns > SHOWN_IMPORT_NS}
         if slow and self.recorder is not None:
             first = sorted(slow, key=lambda name: -slow[name])[:30]
-            self.recorder.mark("imports", seconds={name: round(slow[name] / 1e9, 3) for name in first})
+            self.recorder.mark(Told.IMPORTS, seconds={name: round(slow[name] / 1e9, 3) for name in first})
         self.watch.took_ns.clear()
 
     def first_step_done(self) -> None:
@@ -172,7 +172,7 @@ class Session:
         text = f"{type(error).__name__}: {error}"
         say(f"the hook on {patch.what} is switched off ({text}). The job goes on, with less measured.")
         if self.recorder is not None:
-            self.recorder.mark("hook_off", hook=patch.what, error=text[:200])
+            self.recorder.mark(Told.HOOK_OFF, hook=patch.what, error=text[:200])
 
     def undo(self) -> None:
         """Takes every hook out again."""
