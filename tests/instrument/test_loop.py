@@ -1,7 +1,9 @@
 """Steps made of fetches and optimizer steps, on a clock turned by hand: what is a step, a wait, an evaluation."""
 
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from headway.accounting.ledger import Ledger
 from headway.accounting.rules import Bucket
 from headway.events.vocabulary import Restored, Saved
 from headway.instrument.devices import EVERY, DeviceWaits
+from headway.instrument.hooks import look_at_device
 from headway.instrument.loop import TAKEOVER, Loader, Pass, Tracker
 from headway.testing import Story
 
@@ -487,3 +490,34 @@ def test_a_device_feels_only_the_waits_it_stands_idle_in(scene: Scene, busy: flo
     scene.ends()
     waiting = trained(scene.ledger())[1]
     assert waiting == pytest.approx(felt * 2.0 * count, rel=0.1, abs=2.0 * EVERY)
+
+
+def test_a_model_on_an_accelerator_gets_its_waits_from_events(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(scene.clock)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=device.event)))
+    session: Any = SimpleNamespace(tracker=scene.tracker, recorder=scene.rank.recorder, on_leave=[])
+    parameter = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    optimizer = SimpleNamespace(param_groups=[{"params": [parameter]}])
+    look_at_device(session, optimizer)
+    way = scene.tracker.begins(Loader())
+    for _ in range(4 * EVERY):
+        scene.fetch(way, 1.0)
+        scene.step(1.0)
+    for call in session.on_leave:
+        call()
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[1] > 0
+    assert any("(cuda): what it felt of waits for data is known from 4 of them" in note for note in ledger.notes)
+
+
+def test_on_a_device_without_events_only_totals_are_known(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(odd=SimpleNamespace()))
+    session: Any = SimpleNamespace(tracker=scene.tracker, recorder=scene.rank.recorder, on_leave=[])
+    parameter = SimpleNamespace(device=SimpleNamespace(type="odd"))
+    look_at_device(session, SimpleNamespace(param_groups=[{"params": [parameter]}]))
+    scene.epoch(Loader(), 10, wait=1.0, work=1.0)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (pytest.approx(19.0, abs=1.0), 0, 10)
+    assert any("(odd): only totals are known" in note for note in ledger.notes)

@@ -1,6 +1,7 @@
 """Jobs in a real Slurm: how long each waited, whether it was requeued, and what Slurm's own clock says of it."""
 
 import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -133,6 +134,33 @@ def test_each_task_of_an_array_is_a_job_with_its_own_times(slurm: Slurm, home: P
 
 def test_a_job_that_slurm_no_longer_knows_is_told_nothing(slurm: Slurm) -> None:
     assert scheduled(slurm.environ | {"SLURM_JOB_ID": "999999"}, "", "", 0) is None
+
+
+UNMODIFIED = """
+import torch
+from torch.utils.data import DataLoader
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for batch in DataLoader(torch.randn(40, 4), batch_size=4):
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_an_unmodified_program_under_srun_is_measured_by_one_word_before_it(slurm: Slurm, home: Path) -> None:
+    (home / "train.py").write_text(UNMODIFIED)
+    python = shlex.quote(sys.executable)
+    script = f"#!/bin/sh\n{python} -m headway exec srun --ntasks=2 {python} {home}/train.py\n"
+    job = slurm.submit(script, "--ntasks=2", environ=environ(home))
+    slurm.wait_for(job, "COMPLETED")
+    wait_until(lambda: ledger().state == "ended")
+    told = ledger()
+    assert told.job == f"slurm-{job}"
+    assert told.ranks == [0, 1]
+    assert len(told.attempts) == 1
+    assert told.steps[Bucket.TRAINING_EFFECTIVE] == 10
+    assert told.buckets[Bucket.START_LAUNCHER_INIT] > 0
 
 
 def submit(slurm: Slurm, home: Path, environ: dict[str, str]) -> str:

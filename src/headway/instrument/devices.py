@@ -18,9 +18,10 @@ PENDING = 8
 
 
 class DeviceWaits:
-    """Which share of the host's waits a device felt. `event` makes one with `record`, `query` and `elapsed_time`."""
+    """Which share of the host's waits a device felt. `event` makes one with `record`, `query` and `elapsed_time`; on a
+    device that has none, nothing is known of waits."""
 
-    def __init__(self, event: Callable[[], Any]) -> None:
+    def __init__(self, event: Callable[[], Any] | None) -> None:
         self._event = event
         self._asked = 0
         self._first: Any = None
@@ -32,13 +33,13 @@ class DeviceWaits:
     def asked(self) -> None:
         """The host begins to wait for a batch."""
         self._asked += 1
-        if self._asked % EVERY == 1 and len(self._pending) < PENDING:
+        if self._event is not None and self._asked % EVERY == 1 and len(self._pending) < PENDING:
             self._first = self._event()
             self._first.record()
 
     def came(self, waited_ns: int) -> int:
         """The batch came after `waited_ns`. Returns what the device felt of that, as far as is known."""
-        if self._first is not None:
+        if self._first is not None and self._event is not None:
             second = self._event()
             second.record()
             self._pending.append((self._first, second, waited_ns))

@@ -297,7 +297,7 @@ def _optimizers(session: "Session", module: Any) -> None:
             tracker.stepped(optimizer)
             return
         tracker = session.trains()  # in a child that seemed to be a helper, too
-        _look_at_device(session, optimizer)
+        look_at_device(session, optimizer)
         tracker.stepped(optimizer)
         session.first_step_done()
 
@@ -305,17 +305,16 @@ def _optimizers(session: "Session", module: Any) -> None:
     patch.handle = module.register_optimizer_step_post_hook(guarded(patch, stepped))
 
 
-def _look_at_device(session: "Session", optimizer: Any) -> None:
+def look_at_device(session: "Session", optimizer: Any) -> None:
     """Steps on an accelerator are not what the host's clock sees: there, events tell what waits cost."""
     tracker, torch = session.tracker, sys.modules["torch"]
     device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
     if device == "cpu" or tracker is None or session.recorder is None:
         return
     event = getattr(getattr(torch, device, None), "Event", None)
-    if event is not None:
-        waits = tracker.device = DeviceWaits(lambda: event(enable_timing=True))
-        recorder = session.recorder
-        session.on_leave.append(lambda: recorder.mark(Told.ASYNCHRONOUS_DEVICE, device=device, looked=waits.looked))
+    waits = tracker.device = DeviceWaits((lambda: event(enable_timing=True)) if event is not None else None)
+    recorder = session.recorder
+    session.on_leave.append(lambda: recorder.mark(Told.ASYNCHRONOUS_DEVICE, device=device, looked=waits.looked))
     session.recorder.mark(Told.ASYNCHRONOUS_DEVICE, device=device, looked=0)
 
 
