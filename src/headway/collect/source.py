@@ -8,7 +8,7 @@ from pathlib import Path
 from headway.events.clock import Clock
 from headway.events.journal import FRAME_LIMIT_BYTES, Batch, Cell, Follower, decode_frames, is_being_written
 from headway.events.node import Chunk, rolled_up, sign_of_life, witnessed
-from headway.events.process import process_name
+from headway.events.process import open_pidfd, process_name
 from headway.events.vocabulary import Process, ProcessEnd, ProcessGone, Record
 from headway.paths import JOURNAL, folder_name
 
@@ -52,7 +52,7 @@ class Source:
             return
         if not self.pid and (process := _writer_of(self.path)):
             self.pid, self.began_ns = process.pid, process.t_ns
-            self.pidfd = open_pidfd(self.name, process, clock)
+            self.pidfd = watch_end(self.name, process, clock)
         was_alive = self.alive
         # Its lock alone would do, but for a process that has lost it: one that opened its own journal to read.
         self.alive = (self.pidfd >= 0 and not self._ended) or is_being_written(self.path)
@@ -111,13 +111,13 @@ class Source:
             self.pidfd = -1
 
 
-def open_pidfd(name: str, process: Process, clock: Clock) -> int:
+def watch_end(name: str, process: Process, clock: Clock) -> int:
     """A descriptor that becomes readable when the process with the journal `name` ends; -1 if it has ended, or is not
     to be seen from here."""
     if process.boot != clock.boot():
         return -1
     try:
-        pidfd = os.pidfd_open(process.pid)
+        pidfd = open_pidfd(process.pid)
     except OSError:
         return -1
     # Compared while the descriptor holds the process, so that the pid cannot change hands in between. The name tells

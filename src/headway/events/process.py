@@ -16,6 +16,7 @@ _ASSIGNED = re.compile(
     r"""((?:^|[?&;,{\s"'])["']?([\w.+-]+)["']?\s*[=:]\s*["']?(?:bearer\s+|basic\s+)?)[^\s&"',;}]+""", re.I
 )
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_NR_PIDFD_OPEN = 434
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -97,6 +98,18 @@ def command_line(argv: Sequence[str]) -> str:
         word = _ASSIGNED.sub(lambda match: match[1] + "***" if _is_secret(match[2]) else match[0], word)
         words.append(_URL_LOGIN.sub("***@", word))
     return clean_text(" ".join(words))
+
+
+def open_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; OSError if there is none, or none to be had."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    import ctypes  # Python was built where the kernel's headers were older than the kernel here, as conda's is
+
+    fd: int = ctypes.CDLL(None, use_errno=True).syscall(_NR_PIDFD_OPEN, pid, 0)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 def _is_secret(name: str) -> bool:

@@ -14,7 +14,7 @@ from headway.config import Settings
 from headway.errors import HeadwayError, PlatformError
 from headway.events.clock import start_ticks
 from headway.events.journal import Writer
-from headway.events.process import process_name
+from headway.events.process import open_pidfd, process_name
 from headway.events.vocabulary import Mark, Process, ProcessGone, clean_text, encode
 from headway.paths import JobPaths, is_network, private_folder
 
@@ -27,7 +27,6 @@ LOOK_S = 2.0
 REAP_S = 1.0
 """How long it waits for the parent of an ended command to ask how that ended: only then does the kernel tell others."""
 
-_NR_PIDFD_OPEN = 434
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
 _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_INFO = struct.Struct("=QQ11Ii")  # mask, then what is not asked for, then the exit status
@@ -43,7 +42,7 @@ def leave_witness(process: Process, settings: Settings) -> str:
     A process that adopts orphans, such as the first one of a container, gets none: the witness would turn up among the
     command's own children, and not outlive it.
     """
-    pidfd = _open_pidfd(process.pid)
+    pidfd = open_pidfd(process.pid)
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -123,17 +122,6 @@ def _watch(process: Process, writer: Writer, pidfd: int) -> None:
     code = None if status is None else os.waitstatus_to_exitcode(status)
     writer.append(encode(ProcessGone(t_ns=now, exit_code=code)))
     writer.close()
-
-
-def _open_pidfd(pid: int) -> int:
-    if hasattr(os, "pidfd_open"):
-        return os.pidfd_open(pid)
-    import ctypes  # Python was built where the kernel's headers were older than the kernel here, as conda's is
-
-    fd: int = ctypes.CDLL(None, use_errno=True).syscall(_NR_PIDFD_OPEN, pid, 0)
-    if fd < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return fd
 
 
 def _happens(fd: int, event: int, timeout_s: float) -> bool:
