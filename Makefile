@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+TEST_READY := .venv/.ready-test
 BENCH_READY := .venv/.ready-bench
 
 .DEFAULT_GOAL := help
@@ -13,7 +14,7 @@ help:  ## list what there is to do
 demo: $(READY)  ## train a small DLRM on two ranks, kill one, and report where the time went (2 minutes)
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## run the tests
+test: $(TEST_READY)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint types test  ## what CI runs: lint, types, tests
@@ -39,6 +40,12 @@ clean:  ## remove the environment and all output
 $(READY): .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# torchtitan comes alone: only its logger is run, which needs none of what the rest of it needs.
+$(TEST_READY): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,frameworks]'
+	$(BIN)/python -m pip install -q --no-deps torchtitan==0.3.0
 	@touch $@
 
 $(BENCH_READY): $(READY)

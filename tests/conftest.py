@@ -1,5 +1,6 @@
-"""Turns `@pytest.mark.needs("program")` into a skip that says how to get it; in CI such a skip is a failure."""
+"""Turns the marks `needs` and `needs_package` into skips that say how to get it; in CI such a skip is a failure."""
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -24,6 +25,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for program in mark.args:
             if shutil.which(program) is None:
                 pytest.skip(f"needs {program}: {GET.get(program, 'install it')}")
+    for mark in item.iter_markers("needs_package"):
+        for package in mark.args:
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"needs {package}: pip install -c constraints.txt -e '.[frameworks]'")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -665,3 +665,48 @@ def test_the_report_of_a_program_can_be_had_as_json_by_name(home: Path) -> None:
 
     done = subprocess.run([*HEADWAY, "report", "by-name", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["steps"]["new"] == 10
+
+
+def test_what_is_loaded_or_copied_in_a_loop_is_no_recovery(home: Path) -> None:
+    done = measured(
+        home,
+        """
+        model, target = Net(), Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.save(torch.randn(100_000), "shard.pt")
+        for (batch,) in data():
+            train(model, optimizer, batch)
+            target.load_state_dict(model.state_dict())
+            began = time.monotonic()
+            shard = torch.load("shard.pt")
+            waited = time.monotonic() - began
+        """,
+    )
+    assert done.steps == 10
+    assert done.buckets["recover.checkpoint_restore"] == 0
+    assert done.buckets["waste.data_wait"] > 0
+    assert not done.of(Restored)
+
+
+def test_going_back_to_a_checkpoint_in_the_same_process_repeats_steps(home: Path) -> None:
+    done = measured(
+        home,
+        """
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters())
+        loader = data()
+        for round in range(2):
+            for number, (batch,) in enumerate(loader):
+                train(model, optimizer, batch)
+                if round == 0 and number == 4:
+                    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "good.pt")
+            if round == 0:
+                state = torch.load("good.pt")
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optimizer"])
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "good.pt")
+        """,
+    )
+    assert done.report["steps"]["repeated"] == 5
+    assert done.steps == 15
+    assert done.buckets["recover.checkpoint_restore"] > 0

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 BACKGROUND = "checkpoint_background"
 """Saving that nobody waits for: shown, not counted."""
 
+LOADING = "loading"
+"""Loading after the first step: whether it is data or a checkpoint shows only when it is done."""
+
+_saved: set[str] = set()
+"""Where this process has saved checkpoints."""
+
 _announced: dict[str, int] = {}
 """Where a save in the background is to go, and how many steps it holds."""
 
@@ -53,6 +59,24 @@ def _dcp_saver(session: "Session", module: Any) -> None:
 
 def _dcp_loader(session: "Session", module: Any) -> None:
     _loads(session, module, "load", ("state_dict",), lambda *args, **kwargs: _dcp_place(kwargs, "storage_reader"))
+
+
+def _loaded_into(class_name: str) -> Any:
+    """Filling a model or an optimizer is part of a restore only if something was loaded: the weights of a target
+    network, or an average, are copied the same way."""
+
+    def hook(session: "Session", module: Any) -> None:
+        patch = session.patch(getattr(module, class_name), "load_state_dict", ("self", "state_dict"))
+        if patch is None:
+            return
+
+        def begins(*args: Any, **kwargs: Any) -> Span | None:
+            loaded = session.tracker is not None and session.tracker.loads
+            return session.begins(Activity.CHECKPOINT_RESTORE) if loaded else None
+
+        patch.put(around(patch, begins, lambda span, result, error: session.ends(span, error is not None)))
+
+    return hook
 
 
 def _lightning(session: "Session", module: Any) -> None:
@@ -98,6 +122,8 @@ def _accelerate(session: "Session", module: Any) -> None:
 
 MODULES = {
     "torch.serialization": _torch_files,
+    "torch.nn.modules.module": _loaded_into("Module"),
+    "torch.optim.optimizer": _loaded_into("Optimizer"),
     "torch.distributed.checkpoint.state_dict_saver": _dcp_saver,
     "torch.distributed.checkpoint.state_dict_loader": _dcp_loader,
     "safetensors.torch": _safetensors,
@@ -140,28 +166,43 @@ def _loads(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
     if patch is None:
         return
 
-    def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, Any]:
+    def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, int, Any]:
+        tracker = session.tracker
+        trained = tracker is not None and tracker.steps_done
         # Before the first step nobody knows which thread trains.
-        aside = session.in_background() and session.tracker is not None and session.tracker.steps_done
-        data = aside or session.is_open(Activity.PREPROC_CREATION)
-        return None if data else session.begins(Activity.CHECKPOINT_RESTORE), taken(*args, **kwargs)
+        data = (trained and session.in_background()) or session.is_open(Activity.PREPROC_CREATION)
+        span = None if data else session.begins(LOADING if trained else Activity.CHECKPOINT_RESTORE)
+        began_ns = session.recorder.now_ns() if session.recorder is not None and trained else 0
+        return span, began_ns, taken(*args, **kwargs)
 
-    def ends(token: tuple[Span | None, Any], result: Any, error: BaseException | None) -> None:
-        span, where = token
+    def ends(token: tuple[Span | None, int, Any], result: Any, error: BaseException | None) -> None:
+        span, began_ns, where = token
         session.ends(span, error is not None)
-        path = place(where)
-        if span is not None and error is None and session.tracker is not None and path:
+        recorder, tracker, path = session.recorder, session.tracker, place(where)
+        if span is None or error is not None or recorder is None or tracker is None:
+            return
+        is_data = bool(began_ns) and result is not None and not _is_checkpoint(session, result, path)
+        if began_ns:
+            activity = Activity.DATA_WAIT if is_data else Activity.CHECKPOINT_RESTORE
+            recorder.period(activity, began_ns, recorder.now_ns())
+        if path and not is_data:
             # Where a checkpoint is a folder, a script may load its files one by one.
-            loads = dict([*session.tracker.loads, _known(os.path.dirname(path)), _known(path)])
-            session.tracker.loads = list(loads.items())[-16:]
+            loads = dict([*tracker.loads, _known(os.path.dirname(path)), _known(path)])
+            tracker.loads = list(loads.items())[-16:]
 
     patch.put(around(patch, begins, ends))
+
+
+def _is_checkpoint(session: "Session", what: Any, path: str) -> bool:
+    """Whether something that was loaded in the middle of training is a checkpoint, and no shard of data."""
+    return path in _saved or (isinstance(what, dict) and _holds_model(session, what))
 
 
 def tell_saved(session: "Session", steps: int, path: str) -> None:
     """A checkpoint that holds so many steps is safely stored."""
     recorder = session.recorder
     if recorder is not None:
+        _saved.add(path)
         recorder.record(Saved(t_ns=recorder.now_ns(), step=steps, path=clean_text(path), file=identity(path)))
 
 

@@ -41,11 +41,9 @@ TIMED: dict[str, Timed] = {
     "torch.cuda": [("_lazy_init", A.DEVICE_INIT, ()), ("set_device", A.DEVICE_INIT, ("device",))],
     "torch.nn.modules.module": [
         ("Module.to", A.TRAIN_MODULE_CREATION, ("self",)),
-        ("Module.load_state_dict", A.CHECKPOINT_RESTORE, ("self", "state_dict")),
     ],
     "torch.optim.optimizer": [
         ("Optimizer.__init__", A.TRAIN_MODULE_CREATION, ("self", "params")),
-        ("Optimizer.load_state_dict", A.CHECKPOINT_RESTORE, ("self", "state_dict")),
     ],
     "torch.utils.data.dataloader": [("DataLoader.__init__", A.PREPROC_CREATION, ("self", "dataset"))],
     "torch.utils.data.distributed": [("DistributedSampler.__init__", A.PREPROC_CREATION, ("self", "dataset"))],
@@ -87,7 +85,7 @@ def install(session: "Session") -> None:
     """Waits for every module in which something is to be seen."""
     for name, entries in TIMED.items():
         session.watch.call_for(name, _careful(session, name, _time(session, entries)))
-    special: dict[str, Callable[[Session, Any], None]] = {
+    own: dict[str, Callable[[Session, Any], None]] = {
         "torch": _torch,
         "torch.utils.data.dataloader": _data,
         "torch.utils.data.dataset": _datasets,
@@ -95,13 +93,10 @@ def install(session: "Session") -> None:
         "ray.cloudpickle.cloudpickle": _unpickled,
         "torch.optim.optimizer": _optimizers,
         "torch.nn.modules.module": _modules,
-        **checkpoints.MODULES,
-        **compilation.MODULES,
-        **distributed.MODULES,
-        **ray.MODULES,
     }
-    for name, hook in special.items():
-        session.watch.call_for(name, _careful(session, name, partial(hook, session)))
+    for table in (own, checkpoints.MODULES, compilation.MODULES, distributed.MODULES, ray.MODULES):
+        for name, hook in table.items():
+            session.watch.call_for(name, _careful(session, name, partial(hook, session)))
     _exits(session)
 
 
@@ -168,6 +163,10 @@ def _torch(session: "Session", torch: Any) -> None:
 def _data(session: "Session", module: Any) -> None:
     loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
     ways: Any = "_headway_pass"  # where an iterator carries its pass: iterators are never pickled
+    patch = session.patch(module._BaseDataLoaderIter, "__next__", ("self",))
+    whole = session.patch(module.DataLoader, "__iter__", ("self",))
+    if patch is None or whole is None:
+        return
 
     def begins(loader: Any) -> tuple[Any, Pass | None]:
         tracker = session.tracker
@@ -177,7 +176,9 @@ def _data(session: "Session", module: Any) -> None:
         if known is None:
             size = loader.batch_size
             known = loaders[loader] = Loader(size if isinstance(size, int) else None)
-        return loader, tracker.begins(known)
+        way = tracker.begins(known)
+        way.dropped = guarded(whole, way.dropped)
+        return loader, way
 
     def ready(token: tuple[Any, Pass | None], iterator: Any, error: BaseException | None) -> None:
         way = token[1]
@@ -188,11 +189,7 @@ def _data(session: "Session", module: Any) -> None:
             else:
                 session.tracker.exhausted(way, way.began_ns)
 
-    if patch := session.patch(module.DataLoader, "__iter__", ("self",)):
-        patch.put(around(patch, begins, ready))
-    patch = session.patch(module._BaseDataLoaderIter, "__next__", ("self",))
-    if patch is None:
-        return
+    whole.put(around(whole, begins, ready))
     original, failed = patch.original, patch.failed
 
     def __next__(self: Any) -> Any:  # noqa: N807

@@ -47,10 +47,10 @@ class Loader:
 class Pass:
     """One way through a loader, from the call of `iter` to the end of its data, or until it is dropped."""
 
-    __slots__ = ("_dropped", "began_ns", "evaluation", "fetches", "left_ns", "loader", "over", "thread", "waited_ns")
+    __slots__ = ("began_ns", "dropped", "evaluation", "fetches", "left_ns", "loader", "over", "thread", "waited_ns")
 
     def __init__(self, dropped: "Callable[[Pass], None]", loader: Loader, began_ns: int) -> None:
-        self._dropped, self.loader, self.began_ns = dropped, loader, began_ns
+        self.dropped, self.loader, self.began_ns = dropped, loader, began_ns
         self.thread = _thread()
         self.fetches = self.waited_ns = self.left_ns = 0
         self.evaluation: Span | None = None
@@ -58,7 +58,7 @@ class Pass:
 
     def __del__(self) -> None:
         if not self.over:
-            self._dropped(self)
+            self.dropped(self)
 
 
 class Tracker:

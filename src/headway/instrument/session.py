@@ -10,6 +10,7 @@ from typing import Any
 from headway import run as runs
 from headway.events.recorder import Recorder, Span
 from headway.events.vocabulary import Activity, Told
+from headway.instrument.checkpoints import LOADING
 from headway.instrument.hooks import install
 from headway.instrument.imports import ImportWatch
 from headway.instrument.loop import Tracker
@@ -182,7 +183,7 @@ class Session:
             sys.meta_path.remove(self.watch)
 
 
-_CHECKPOINT = (Activity.CHECKPOINT_BLOCKING, Activity.CHECKPOINT_RESTORE)
+_CHECKPOINT = (Activity.CHECKPOINT_BLOCKING, Activity.CHECKPOINT_RESTORE, LOADING)
 
 
 def same(one: str, other: str) -> bool:
