@@ -1179,3 +1179,22 @@ def test_what_hooks_say_of_themselves_is_noted_once(story: Story) -> None:
     notes = story.ledger().notes
     assert sum("torch.save was switched off (ValueError: no)" in note for note in notes) == 1
     assert any("(cuda): what it felt of waits for data is known from 7 of them" in note for note in notes)
+
+
+def test_loading_after_the_last_step_is_shutdown_and_no_recovery(story: Story) -> None:
+    story.rank().steps(10, each=1.0).span("checkpoint_restore", 5).finished()
+    ledger = story.ledger()
+    assert ledger.buckets[Bucket.SHUTDOWN_TEARDOWN] == 5_000_000_000
+    assert ledger.times_to_recover_ns == []
+
+
+def test_a_launcher_that_failed_belongs_to_its_own_attempt_even_if_the_next_seems_to_start_before_its_end(
+    story: Story,
+) -> None:
+    for start in (0.0, 20.0):
+        launcher = story.launcher(start=start)
+        rank = story.rank(start=start).wait(1).steps(10, each=1.0)
+        rank.finished()
+        launcher.wait(20.005 - start if start == 0.0 else 15.0).gone(1 if start == 0.0 else 0)
+    ledger = story.ledger()
+    assert [account.outcome for account in ledger.attempts] == ["failed", "ended"]

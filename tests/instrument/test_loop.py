@@ -359,6 +359,30 @@ def test_a_part_that_stays_in_evaluation_mode_while_others_train_does_not_evalua
     assert seconds(ledger, Bucket.WASTE_EVALUATION) <= 1.0  # until the first step shows that it trains
 
 
+def test_an_evaluation_that_is_never_finished_does_not_make_its_loader_train(scene: Scene) -> None:
+    validate = Loader()
+    scene.grads = False
+    kept = scene.tracker.begins(validate)
+    scene.fetch(kept, 1.0)
+    scene.grads = True
+    scene.epoch(Loader(), 5, wait=0.0, work=1.0)
+    scene.look(validate, 5, each=1.0)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (5.0, 0, 5)
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == pytest.approx(6.0, abs=1.0)
+
+
+def test_what_lies_between_an_empty_loader_and_another_is_no_step(scene: Scene) -> None:
+    for _ in range(2):
+        scene.epoch(Loader(), 5, wait=0.0, work=1.0)
+        scene.clock.advance(20)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (10.0, 0, 10)
+    assert seconds(ledger, Bucket.UNATTRIBUTED) == 20
+
+
 def test_a_loader_read_before_any_training_is_preparation(scene: Scene) -> None:
     scene.look(Loader(), 5, each=1.0)
     scene.epoch(Loader(), 5, wait=0.0, work=1.0)

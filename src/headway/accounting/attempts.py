@@ -12,6 +12,9 @@ from headway.accounting.rules import Stint
 from headway.accounting.timeline import Piece, RankStint, Timeline
 from headway.events.vocabulary import Activity, Scheduled
 
+TICK_NS = 10_000_000
+"""The kernel tells in such ticks when a process started: it may seem to begin before the one before it ended."""
+
 CLOCK_TOLERANCE_NS = 250_000_000
 """Hosts whose clocks differ by less are taken to agree: the end of process-group initialisation is no sharper mark."""
 
@@ -225,8 +228,8 @@ def _set_launches(attempts: list[Attempt], launchers: list[Member]) -> None:
         begun = bisect_right(begins, until)
         if begun > known:
             attempt.launched_ns, known = begins[known], begun
-        first = bisect_left(failures, (attempt.first_start_ns,))
-        if first < len(failures) and (following is None or failures[first][0] < following.first_start_ns):
+        first = bisect_left(failures, (attempt.first_start_ns + TICK_NS,))
+        if first < len(failures) and (following is None or failures[first][0] < following.first_start_ns + TICK_NS):
             attempt.exit_code = failures[first][1]
 
 

@@ -124,6 +124,8 @@ def bucket(what: str, part: Part, first_attempt: bool, last_attempt: bool) -> Ke
         case Activity.CHECKPOINT_BLOCKING:
             final = part is Part.TAIL and last_attempt
             return (B.SHUTDOWN_FINAL_CHECKPOINT if final else B.WASTE_CHECKPOINT_BLOCKING, "")
+        case Activity.CHECKPOINT_RESTORE if part is Part.TAIL and last_attempt:
+            return (B.SHUTDOWN_TEARDOWN, "")
         case Activity.CHECKPOINT_RESTORE if part is Part.INIT and first_attempt:
             return (init, Activity.PRE_TRAIN)
         case Activity.CHECKPOINT_RESTORE:

@@ -47,14 +47,15 @@ class Loader:
 class Pass:
     """One way through a loader, from the call of `iter` to the end of its data, or until it is dropped."""
 
-    __slots__ = ("began_ns", "dropped", "evaluation", "fetches", "left_ns", "loader", "over", "thread", "waited_ns")
+    __slots__ = ("began_ns", "dropped", "evaluation", "fetches", "left_ns", "loader", "over", "sure", "thread",
+                 "waited_ns")  # fmt: skip
 
     def __init__(self, dropped: "Callable[[Pass], None]", loader: Loader, began_ns: int) -> None:
         self.dropped, self.loader, self.began_ns = dropped, loader, began_ns
         self.thread = _thread()
         self.fetches = self.waited_ns = self.left_ns = 0
         self.evaluation: Span | None = None
-        self.over = False
+        self.over = self.sure = False
 
     def __del__(self) -> None:
         if not self.over:
@@ -96,7 +97,12 @@ class Tracker:
     def begins(self, loader: Loader) -> Pass:
         """A way through a loader begins; the loader may take its time to start workers."""
         way = Pass(self.dropped, loader, self._now())
-        if not self._retired and not loader.trains and (self.is_evaluating() or self._evaluates()):
+        way.sure = not loader.trains and self.is_evaluating()
+        if self._retired or loader.trains or not (way.sure or self._evaluates()):
+            return way
+        if self._evaluation is not None:
+            way.over = True  # part of the evaluation that is under way
+        else:
             way.evaluation = self._recorder.span(Activity.EVALUATION)
             way.evaluation.__enter__()
             self._evaluation = way
@@ -106,7 +112,7 @@ class Tracker:
         """The loader can now be asked for batches."""
         now = self._now()
         took = now - way.began_ns
-        if way.evaluation is not None or took < LEAST_NS or self._retired:
+        if way.evaluation is not None or way.over or took < LEAST_NS or self._retired:
             return
         if self.running and self._empty_ns is None and way.loader.trains and way.thread == self.thread:
             self._waited_ns += took
@@ -127,7 +133,9 @@ class Tracker:
                     self._meter.waits(0)
                 else:
                     self._go_on(way, now)
-        elif not way.fetches and way.evaluation is None:
+        elif not way.fetches and way.evaluation is None and not way.over:
+            if self._evaluation is not None:
+                self._evaluated(self._evaluation)
             way.thread = thread
             way.began_ns = now
             self._unknown = [*self._unknown[-7:], way]
@@ -223,7 +231,12 @@ class Tracker:
         if not self.running:
             self._open(optimizer, now)
         elif self._unknown or self._evaluation is not None:
-            self._waited_ns += sum(way.waited_ns for way in self._recognise())
+            ways = self._recognise()
+            if ways and self._empty_ns is not None:  # another loader than the one that was empty: another loop
+                self._pause()
+                self._meter.resume(min(way.began_ns for way in ways))
+                self.running = True
+            self._waited_ns += sum(way.waited_ns for way in ways)
         waited, self._waited_ns = self._waited_ns, 0
         self._window = None
         if self._others:
@@ -262,10 +275,11 @@ class Tracker:
 
     def _recognise(self) -> list[Pass]:
         """The passes that turn out to train, now that an optimizer has stepped."""
-        if self._evaluation is not None:  # it looked like evaluation, and was not
+        if self._evaluation is not None:
             way = self._evaluation
             self._evaluated(way)
-            way.loader.trains = True
+            # A model may seem to evaluate while another trains; but nobody trains without gradients.
+            way.loader.trains = not way.sure and not self._unknown
         ways = [way for way in self._unknown if not way.over] or self._unknown[-1:]
         for way in self._unknown:
             if way in ways:
