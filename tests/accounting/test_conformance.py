@@ -1198,3 +1198,24 @@ def test_a_launcher_that_failed_belongs_to_its_own_attempt_even_if_the_next_seem
         launcher.wait(20.005 - start if start == 0.0 else 15.0).gone(1 if start == 0.0 else 0)
     ledger = story.ledger()
     assert [account.outcome for account in ledger.attempts] == ["failed", "ended"]
+
+
+def test_a_first_step_whose_begin_nobody_saw_is_a_typical_one(story: Story) -> None:
+    rank = story.rank().span("train_module_creation", 5).wait(0.5).span("pt2_compilation", 20).wait(1.5)
+    meter = rank.recorder.steps_meter
+    meter.open(at_ns=rank.clock.now_ns())
+    meter.step(rank.clock.now_ns(), 0, rank.clock.now_ns())
+    for _ in range(50):
+        rank.wait(1.0)
+        meter.step(rank.clock.now_ns(), 0, rank.clock.now_ns())
+    rank.finished()
+    ledger = story.ledger()
+    assert ledger.steps[Bucket.TRAINING_EFFECTIVE] == 51
+    assert ledger.buckets[Bucket.TRAINING_EFFECTIVE] == 51_000_000_000
+    assert ledger.buckets[Bucket.START_TRAINER_INIT] == 6_000_000_000
+    assert sum(ledger.buckets.values()) == ledger.wall_ns
+
+
+def test_a_job_that_ended_without_a_step_says_so(story: Story) -> None:
+    story.rank().wait(5).finished()
+    assert any("no training step was seen" in note for note in story.ledger().notes)

@@ -18,6 +18,10 @@ from headway.accounting.view import UNATTRIBUTED, Labels, RankView, Sums
 from headway.events.journal import Batch, Cell
 from headway.events.vocabulary import STAGES, Record, Told
 
+_UNTRAINED = (
+    "no training step was seen: no optimizer of torch's stepped. A script that changes its weights by hand can count "
+    "its steps with headway.current().steps(...)"
+)
 _UNSEEN = "no PyTorch training was seen in this job: its processes neither fetched batches nor stepped an optimizer"
 
 
@@ -110,6 +114,9 @@ class JobAccounts:
             notes.append(
                 "hosts are placed by their wall clocks: some ranks recorded no process_group_init to check them"
             )
+        members = [member for attempt in attempts for member in attempt.members.values() if not member.is_launcher]
+        if members and not attempts[-1].alive and not any(attempt.stints for attempt in attempts):
+            notes.append(_UNTRAINED)
         if attempts[0].scheduled is None:
             notes.append("scheduling and hardware setup unknown: no scheduler's timestamps (see HEADWAY_ELIGIBLE)")
         notes += self._told()

@@ -222,6 +222,11 @@ class Pace:
         limit = rule.limit_ns(typical, self._quantile(0.95) or 0, sum(count for _, count in self._runs))
         return took_ns - typical if took_ns > limit else 0
 
+    @property
+    def typical_ns(self) -> int:
+        """The median; 0 before there are steps."""
+        return self._quantile(0.5) or 0
+
     def _quantile(self, share: float) -> int | None:
         if not self._runs:
             return None

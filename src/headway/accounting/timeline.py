@@ -408,7 +408,8 @@ class Timeline:
         if count <= 1:
             count = 1
             stall_ns = pace.stalled_ns(step_ns, self._rule)
-        pace.add(step_ns // count, count)
+        if step_ns or count > 1 or self.first_step is not None:  # else nobody saw when the first one began
+            pace.add(step_ns // count, count)
         first, next = run.first, run.next
         if next < first:
             next = first
@@ -473,9 +474,12 @@ class Timeline:
         return [*known, newest]
 
     def _warm_init(self) -> list[Piece]:
-        """The pieces up to the first step's end. A first step far longer than a typical one was warming up."""
+        """The pieces up to the first step's end. A first step far longer than a typical one was warming up; one of no
+        time at all began at a moment that nobody saw."""
         if not self.loop.sums or self.unroll is not None:
             return self.init
+        if not self.first_step_ns and self.first_step is not None and self.first_step[0] == self.first_step[1]:
+            return self._with_first_step(self._pace.typical_ns)
         warming = self._pace.stalled_ns(self.first_step_ns, self._rule)
         if not warming:
             return self.init
@@ -490,6 +494,27 @@ class Timeline:
                 piece = piece._replace(begin_ns=until)
             pieces.append(piece)
         return pieces
+
+    def _with_first_step(self, typical_ns: int) -> list[Piece]:
+        """The first step taken to be a typical one, as far as nothing else is known of the time before its end. It may
+        have compiled and imported; whatever else happened came before it."""
+        left, at, pieces = typical_ns, len(self.init), []
+        first = self.stints[0].first
+        while at and left:
+            at -= 1
+            piece = self.init[at]
+            if piece.what == NOTHING:
+                begin = max(piece.begin_ns, piece.end_ns - left)
+                until = first + left / typical_ns
+                left -= piece.end_ns - begin
+                pieces.append(Piece(begin, piece.end_ns, Loop.STEP, 0, first + left / typical_ns, until))
+                if begin > piece.begin_ns:
+                    pieces.append(piece._replace(end_ns=begin))
+            else:
+                pieces.append(piece)
+                if piece.what not in (Activity.PT2_COMPILATION, Activity.IMPORTS):
+                    break
+        return self.init[:at] + pieces[::-1]
 
     def _stint_of(self, cell: Cell) -> int:
         return len(self.stints) - 1 if self.stints and self.stints[-1].next == cell.first else len(self.stints)

@@ -145,6 +145,8 @@ def _saves(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
 
     def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, int, Any]:
         background = session.in_background()
+        if session.tracker is not None and not background:
+            session.tracker.saves()
         span = session.begins(BACKGROUND if background else Activity.CHECKPOINT_BLOCKING)
         what, where = taken(*args, **kwargs)
         if background:

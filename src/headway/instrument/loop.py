@@ -87,6 +87,8 @@ class Tracker:
         self._unknown: list[Pass] = []
         self._window: tuple[weakref.ref[Any], int] | None = None
         self._evaluation: Pass | None = None
+        self._evaluated_ns: int | None = None
+        """When the last evaluation came to the end of its data."""
         self.loads: list[tuple[str, str]] = []
         """Path and identity of the files loaded since the last loop began: where training may go on from."""
         self._retired = False
@@ -189,7 +191,7 @@ class Tracker:
         if span is not None:
             span.__exit__(None, None, None)
         if way is self._evaluation:
-            self._evaluation = None
+            self._evaluation, self._evaluated_ns = None, self._now()
 
     def _was_evaluation(self, way: Pass, until_ns: int) -> None:
         if way in self._unknown:
@@ -197,6 +199,12 @@ class Tracker:
         if way.fetches and not self._retired:
             what = Activity.EVALUATION if self._meter.steps_done else Activity.PREPROC_CREATION
             self._recorder.period(what, way.began_ns, until_ns)
+
+    def saves(self) -> None:
+        """Something is about to be saved: an evaluation that has left its model in evaluation mode is over now."""
+        ended_ns, self._evaluated_ns = self._evaluated_ns, None
+        if ended_ns is not None and self._evaluates():
+            self._recorder.period(Activity.EVALUATION, ended_ns, self._now())
 
     def to_evaluation_mode(self, module: Any) -> None:
         """A model was switched to evaluation."""
@@ -238,7 +246,7 @@ class Tracker:
                 self.running = True
             self._waited_ns += sum(way.waited_ns for way in ways)
         waited, self._waited_ns = self._waited_ns, 0
-        self._window = None
+        self._window = self._evaluated_ns = None
         if self._others:
             self._others.clear()
         if self._empty_ns is not None:

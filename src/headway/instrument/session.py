@@ -36,8 +36,8 @@ class Session:
         self._open = threading.local()
         self._joined_ns = 0
 
-    def begin(self) -> None:
-        """Called when torch is about to be imported: joins, and installs all hooks."""
+    def begin(self, asked_ns: int) -> None:
+        """Called when torch is about to be imported, at `asked_ns`: joins, and installs all hooks."""
         os.register_at_fork(after_in_child=self._forked)
         if not runs.may_be_helper():
             self.join()
@@ -47,6 +47,8 @@ class Session:
         self.watch.begins = guarded(imports, self._import_begins)
         self.watch.ends = guarded(imports, self._import_ends)
         install(self)
+        if self.recorder is not None:
+            self.recorder.period(Activity.IMPORTS, asked_ns, self.recorder.now_ns(), module="headway")
 
     # --- the job ---
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from time import monotonic_ns
 
 from headway.instrument.imports import ImportWatch
 
@@ -24,10 +25,11 @@ def start() -> None:
 
 def _torch_is_asked_for(watch: ImportWatch) -> None:
     global session
+    asked_ns = monotonic_ns()
     try:
         from headway.instrument.session import Session
 
         session = Session(watch)
-        session.begin()
+        session.begin(asked_ns)
     except Exception as error:  # a job that cannot be measured is still a job
         print(f"headway: this process is not measured ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
