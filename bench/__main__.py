@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from bench import imports, report, scale, size, span, steps
+from bench import imports, instrument, programs, report, scale, size, span, steps
 from bench.measure import Row, machine
 
 TOPICS: dict[str, ModuleType] = {
     "span": span, "steps": steps, "report": report, "scale": scale, "size": size, "import": imports,
+    "instrument": instrument,
+    "programs": programs,
 }  # fmt: skip
 
 
@@ -34,7 +36,8 @@ def main() -> None:
         out.write_text(json.dumps(told, indent=1))
     print_table(rows)
     missed = [row.name for row in rows if row.met is False]
-    print(f"\n{out}: all samples. " + (f"Missed: {'; '.join(missed)}." if missed else "Every bar is met."))
+    verdict = f"Missed: {'; '.join(missed)}." if missed else "Every bar is met." if rows else "Nothing was measured."
+    print(f"\n{out}: all samples. {verdict}")
 
 
 def print_table(rows: list[Row]) -> None:
