@@ -710,3 +710,25 @@ def test_going_back_to_a_checkpoint_in_the_same_process_repeats_steps(home: Path
     assert done.report["steps"]["repeated"] == 5
     assert done.steps == 15
     assert done.buckets["recover.checkpoint_restore"] > 0
+
+
+@pytest.mark.needs_package("torchdata")
+def test_a_stateful_loader_is_a_loader(home: Path) -> None:
+    done = measured(
+        home,
+        """
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        class Slow(Dataset):
+            def __len__(self):
+                return 160
+            def __getitem__(self, index):
+                time.sleep(0.002)
+                return torch.randn(8)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in StatefulDataLoader(Slow(), batch_size=16):
+            train(model, optimizer, batch)
+        """,
+    )
+    assert done.steps == 10
+    assert done.buckets["waste.data_wait"] == pytest.approx(9 * 0.033, rel=0.3)

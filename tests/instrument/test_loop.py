@@ -352,13 +352,42 @@ def test_evaluation_without_a_loader_lasts_as_long_as_the_model_is_in_evaluation
     for number in range(20):
         scene.step(1.0)
         if number == 10:
+            scene.grads = False
             scene.tracker.to_evaluation_mode(model)
             scene.clock.advance(5.0)
             assert scene.tracker.to_training_mode(model)
+            scene.grads = True
     scene.ends()
     ledger = scene.ledger()
     assert trained(ledger)[0] == 20.0
     assert seconds(ledger, Bucket.WASTE_EVALUATION) == 5.0
+
+
+def test_a_part_that_goes_to_evaluation_and_back_inside_of_a_step_does_not_evaluate(scene: Scene) -> None:
+    discriminator = Model()
+    for _ in range(20):
+        scene.tracker.to_evaluation_mode(discriminator)
+        scene.clock.advance(1.0)
+        scene.tracker.to_training_mode(discriminator)
+        scene.step(1.0)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[0] == 40.0
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 0
+
+
+def test_another_optimizer_for_another_model_brings_nothing_back(scene: Scene) -> None:
+    for _ in range(3):
+        scene.optimizer = Optimizer(0)
+        way = scene.tracker.begins(Loader())
+        for _ in range(30):
+            scene.fetch(way, 0.0)
+            scene.step(1.0)
+        scene.stop(way)
+    scene.ends()
+    ledger = scene.ledger()
+    assert ledger.steps[Bucket.WASTE_REPEATED_STEPS] == 0
+    assert trained(ledger)[0] == 90.0
 
 
 def test_a_part_that_stays_in_evaluation_mode_while_others_train_does_not_evaluate(scene: Scene) -> None:

@@ -1,13 +1,8 @@
-"""Patches that can be undone, hooks that cannot hurt, imports that look as they always did."""
+"""Patches that can be undone, and hooks that cannot hurt."""
 
-import importlib
-import importlib.util
 import json
 import os
 import subprocess
-import sys
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +10,6 @@ from typing import Any
 import pytest
 from running import HEADWAY, python
 
-from headway.instrument.imports import ImportWatch
 from headway.instrument.patches import Patch, around, guarded, parameters
 
 
@@ -135,21 +129,6 @@ def test_signatures_are_read_through_wrappers(said: list[str]) -> None:
     assert parameters(len) == ()
 
 
-# --- imports -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ImportWatch]:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
-    watch = ImportWatch("never", lambda watch: None)
-    sys.meta_path.insert(0, watch)
-    yield watch
-    sys.meta_path.remove(watch)
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-
-
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = folder / f"{name}.py"
@@ -157,68 +136,14 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_a_module_looks_as_it_would_have_looked(watch: ImportWatch, tmp_path: Path) -> None:
-    write(tmp_path, {"looked": "x = 1\nseen = __spec__.loader, __loader__\n"})
-    module = importlib.import_module("looked")
-    assert module.seen[0] is module.seen[1] is module.__spec__.loader
-    assert type(module.__loader__).__name__ == "SourceFileLoader"
-    assert importlib.reload(module).x == 1
-
-
-def test_packages_are_timed_and_hooks_called_when_their_module_is_done(watch: ImportWatch, tmp_path: Path) -> None:
-    write(tmp_path, {"outer": "import inner.part\n", "inner/__init__": "", "inner/part": "done = True\n"})
-    seen: list[Any] = []
-    watch.call_for("inner.part", lambda module: seen.append(module.done))
-    watch.call_for("json", lambda module: seen.append("json was there"))
-    importlib.import_module("outer")
-    assert seen == ["json was there", True]
-    assert {"outer", "inner"} <= set(watch.took_ns)
-    assert [name for name, *_ in watch.early] == ["outer"]
-
-
-@pytest.mark.parametrize("error", ["RuntimeError('no')", "ImportError('no')", "KeyboardInterrupt()"])
-def test_a_module_that_fails_has_the_traceback_it_always_had(watch: ImportWatch, tmp_path: Path, error: str) -> None:
-    write(tmp_path, {"failing": f"raise {error}\n"})
-
-    def lines() -> list[str]:
-        try:
-            importlib.import_module("failing")
-        except BaseException as problem:
-            return [f.name for f in traceback.extract_tb(problem.__traceback__) if "importlib" not in f.filename]
-        raise AssertionError
-
-    ours = lines()
-    sys.meta_path.remove(watch)
-    assert ours == lines()
-    sys.meta_path.insert(0, watch)
-    assert "failing" not in sys.modules
-    assert not watch._inside
-
-
-def test_namespaces_missing_modules_and_mere_questions_are_as_ever(watch: ImportWatch, tmp_path: Path) -> None:
-    (tmp_path / "space").mkdir()
-    write(tmp_path, {"space/one": "x = 1\n", "asked": "raise AssertionError\n"})
-    assert importlib.import_module("space.one").x == 1
-    assert importlib.util.find_spec("asked") is not None
-    assert importlib.util.find_spec("not_there_at_all") is None
-    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
-        importlib.import_module("not_there_at_all")
-
-
-def test_a_module_that_is_run_by_its_name_runs(home: Path) -> None:
-    (home / "tool.py").write_text("import sys\nprint(__name__, __spec__.name, sys.argv[1:])\n")
-    assert python("-m", "tool", "a", "b", path=str(home)) == "__main__ tool ['a', 'b']\n"
-
-
 def test_a_dataset_class_that_travels_arrives_without_the_hook(home: Path) -> None:
     code = (
         "import pickle, torch\nfrom torch.utils.data import Dataset\n"
         "class Mine(Dataset):\n    def __init__(self, n): self.n = n\n"
-        "assert type(Mine.__init__).__name__ == '_TimedInit'\n"
+        "assert hasattr(Mine.__init__, '__wrapped__')\n"
         "assert Mine(3).n == 3\n"
         "import inspect\nassert list(inspect.signature(Mine).parameters) == ['n']\n"
-        "function, arguments = Mine.__init__.__reduce__()\n"
-        "assert type(function(*arguments)).__name__ == 'function'\n"
+        "assert inspect.getfullargspec(Mine.__init__).args == ['self', 'n']\n"
         "print(pickle.loads(pickle.dumps(Mine(4))).n)\n"
     )
     assert python("-c", code) == "4\n"

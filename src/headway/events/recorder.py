@@ -6,6 +6,7 @@ record that cannot be written is counted as lost, and the job goes on.
 
 import itertools
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -72,7 +73,7 @@ class Recorder:
         try:
             payload = encode(record)
         except Exception as error:  # attributes are the caller's, and JSON has no words for some: the record says so
-            if not isinstance(record, Mark | SpanBegin | Period):
+            if not isinstance(record, Mark | SpanBegin | Period) or is_from_signal_handler(error):
                 raise
             payload = encode(replace(record, attrs={"unwritable": type(error).__name__}))
         return self._append(payload)
@@ -347,6 +348,17 @@ class StepMeter:
 
 def _limit(typical_ns: int) -> int:
     return max(3 * typical_ns, typical_ns + 100_000_000)
+
+
+def is_from_signal_handler(error: BaseException) -> bool:
+    """Whether a handler of the program's own raised it, in the middle of whatever was running: it is the program's."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 _recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()

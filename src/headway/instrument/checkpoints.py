@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 BACKGROUND = "checkpoint_background"
 """Saving that nobody waits for: shown, not counted."""
 
+MOST_LOOKED_AT = 10_000
+"""Of what is saved, no more things than these are looked at."""
+
 LOADING = "loading"
 """Loading after the first step: whether it is data or a checkpoint shows only when it is done."""
 
@@ -33,8 +36,12 @@ def _torch_files(session: "Session", module: Any) -> None:
 
 
 def _safetensors(session: "Session", module: Any) -> None:
-    _saves(session, module, "save_file", ("tensors", "filename"), lambda tensors, name, *a, **k: (tensors, name))
+    _saves(session, module, "save_file", ("tensors", "filename"), _safetensors_saved)
     _loads(session, module, "load_file", ("filename",), lambda filename, *args, **kwargs: filename)
+
+
+def _safetensors_saved(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return tensors, filename
 
 
 def _dcp_saver(session: "Session", module: Any) -> None:
@@ -147,8 +154,8 @@ def _saves(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
         background = session.in_background()
         if session.tracker is not None and not background:
             session.tracker.saves()
-        span = session.begins(BACKGROUND if background else Activity.CHECKPOINT_BLOCKING)
         what, where = taken(*args, **kwargs)
+        span = session.begins(BACKGROUND if background else Activity.CHECKPOINT_BLOCKING)
         if background:
             return span, _announced.pop(place(where), 0), (what, where)
         return span, session.tracker.steps_done if session.tracker else 0, (what, where)
@@ -169,13 +176,13 @@ def _loads(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
         return
 
     def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, int, Any]:
-        tracker = session.tracker
+        tracker, where = session.tracker, taken(*args, **kwargs)
         trained = tracker is not None and tracker.steps_done
         # Before the first step nobody knows which thread trains.
         data = (trained and session.in_background()) or session.is_open(Activity.PREPROC_CREATION)
         span = None if data else session.begins(LOADING if trained else Activity.CHECKPOINT_RESTORE)
         began_ns = session.recorder.now_ns() if session.recorder is not None and trained else 0
-        return span, began_ns, taken(*args, **kwargs)
+        return span, began_ns, where
 
     def ends(token: tuple[Span | None, int, Any], result: Any, error: BaseException | None) -> None:
         span, began_ns, where = token
@@ -236,11 +243,13 @@ def _holds_model(session: "Session", what: Any) -> bool:
     if lead is None:
         return False
     trained = sum(parameter.numel() for group in lead.param_groups for parameter in group["params"])
-    return bool(_numbers(what, trained / 2) >= trained / 2)
+    return bool(_numbers(what, trained / 2, [MOST_LOOKED_AT]) >= trained / 2)
 
 
-def _numbers(what: Any, enough: float, depth: int = 6) -> float:
-    """How many numbers are in the tensors of a nested dictionary or list; stops counting when it is enough."""
+def _numbers(what: Any, enough: float, left: list[int], depth: int = 6) -> float:
+    """How many numbers are in the tensors of a nested dictionary or list; stops counting when it is enough, or when
+    `left`, the things still to be looked at, are none."""
+    left[0] -= 1
     if hasattr(what, "numel") and callable(what.numel):
         return float(what.numel())
     if hasattr(what, "parameters") and callable(what.parameters):
@@ -248,7 +257,7 @@ def _numbers(what: Any, enough: float, depth: int = 6) -> float:
     found = 0.0
     parts = what.values() if isinstance(what, dict) else what if isinstance(what, list | tuple) else ()
     for part in parts if depth else ():
-        found += _numbers(part, enough - found, depth - 1)
-        if found >= enough:
+        if found >= enough or left[0] <= 0:
             break
+        found += _numbers(part, enough - found, left, depth - 1)
     return found

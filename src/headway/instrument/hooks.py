@@ -5,20 +5,21 @@ Most entries only time a function. `install` waits for each module to be importe
 
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from headway import run as runs
 from headway.events.recorder import Span
 from headway.events.vocabulary import Activity, Told
-from headway.instrument import checkpoints, compilation, distributed
+from headway.instrument import checkpoints, compilation, distributed, patches
 from headway.instrument.devices import DeviceWaits
 from headway.instrument.frameworks import ray
 from headway.instrument.loop import Loader, Pass
-from headway.instrument.patches import Patch, around, guarded
+from headway.instrument.patches import Patch, around, guarded, looks_like
 
 if TYPE_CHECKING:
     from headway.instrument.session import Session
@@ -38,7 +39,7 @@ _LIGHTNING: dict[str, Timed] = {
 }
 
 TIMED: dict[str, Timed] = {
-    "torch.cuda": [("_lazy_init", A.DEVICE_INIT, ()), ("set_device", A.DEVICE_INIT, ("device",))],
+    "torch.cuda": [("set_device", A.DEVICE_INIT, ("device",))],
     "torch.nn.modules.module": [
         ("Module.to", A.TRAIN_MODULE_CREATION, ("self",)),
     ],
@@ -87,8 +88,10 @@ def install(session: "Session") -> None:
         session.watch.call_for(name, _careful(session, name, _time(session, entries)))
     own: dict[str, Callable[[Session, Any], None]] = {
         "torch": _torch,
+        "torch.cuda": _device,
         "torch.utils.data.dataloader": _data,
         "torch.utils.data.dataset": _datasets,
+        "torchdata.stateful_dataloader.stateful_dataloader": _stateful_data,
         "cloudpickle.cloudpickle": _unpickled,
         "ray.cloudpickle.cloudpickle": _unpickled,
         "torch.optim.optimizer": _optimizers,
@@ -154,29 +157,54 @@ def _time(session: "Session", entries: Timed) -> Callable[[Any], None]:
 
 
 def _torch(session: "Session", torch: Any) -> None:
+    patches.torch = torch
     enabled = torch.is_grad_enabled
     session.is_evaluating = lambda: not enabled()
     if session.tracker is not None:
         session.tracker.is_evaluating = session.is_evaluating
 
 
+def _device(session: "Session", module: Any) -> None:
+    """The device's first use. torch comes here again and again to see whether it was: once is enough for us."""
+    patch = session.patch(module, "_lazy_init")
+    if patch is None:
+        return
+
+    def done(span: Span | None, result: Any, error: BaseException | None) -> None:
+        session.ends(span, error is not None)
+        if error is None:
+            patch.undo()
+
+    patch.put(around(patch, lambda: session.begins(Activity.DEVICE_INIT, what="_lazy_init"), done))
+
+
 def _data(session: "Session", module: Any) -> None:
-    loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+    _loaders(session, module.DataLoader, module._BaseDataLoaderIter)
+
+
+def _stateful_data(session: "Session", module: Any) -> None:
+    _loaders(session, module.StatefulDataLoader, module._StatefulBaseDataLoaderIter)
+
+
+def _loaders(session: "Session", loader_class: Any, iterator_class: Any) -> None:
+    """Follows the loaders of a class and its iterators."""
+    loaders: dict[int, tuple[weakref.ref[Any], Loader]] = {}  # by identity: some cannot be hashed
     ways: Any = "_headway_pass"  # where an iterator carries its pass: iterators are never pickled
-    patch = session.patch(module._BaseDataLoaderIter, "__next__", ("self",))
-    whole = session.patch(module.DataLoader, "__iter__", ("self",))
+    patch = session.patch(iterator_class, "__next__", ("self",))
+    whole = session.patch(loader_class, "__iter__", ("self",))
     if patch is None or whole is None:
         return
 
     def begins(loader: Any) -> tuple[Any, Pass | None]:
         tracker = session.tracker
-        if tracker is None or tracker.asking == threading.get_ident() or session.is_open(Activity.EVALUATION):
+        if tracker is None or get_ident() in tracker.asking or session.is_open(Activity.EVALUATION):
             return loader, None
-        known = loaders.get(loader)
-        if known is None:
+        key = id(loader)
+        if key not in loaders:
             size = loader.batch_size
-            known = loaders[loader] = Loader(size if isinstance(size, int) else None)
-        way = tracker.begins(known)
+            gone = weakref.ref(loader, lambda ref: loaders.pop(key, None))
+            loaders[key] = (gone, Loader(size if isinstance(size, int) else None))
+        way = tracker.begins(loaders[key][1])
         way.dropped = guarded(whole, way.dropped)
         return loader, way
 
@@ -184,7 +212,7 @@ def _data(session: "Session", module: Any) -> None:
         way = token[1]
         if way is not None and session.tracker is not None:
             session.tracker.ready(way)
-            if error is None and isinstance(iterator, module._BaseDataLoaderIter):
+            if error is None and isinstance(iterator, iterator_class):
                 setattr(iterator, ways, way)
             else:
                 session.tracker.exhausted(way, way.began_ns)
@@ -194,7 +222,7 @@ def _data(session: "Session", module: Any) -> None:
 
     def __next__(self: Any) -> Any:  # noqa: N807
         tracker = session.tracker
-        if tracker is None or ways not in self.__dict__:
+        if tracker is None or ways not in self.__dict__ or patch.state != "on" or get_ident() in tracker.asking:
             return original(self)
         way = self.__dict__[ways]
         try:
@@ -220,30 +248,22 @@ def _data(session: "Session", module: Any) -> None:
     patch.put(__next__)
 
 
-class _TimedInit:
-    """A dataset's `__init__` that is timed. It pickles as the original, so that a class that travels to another machine
-    arrives without it."""
+def _timed_init(original: Any) -> Any:
+    """A dataset's `__init__` that is timed. Whatever it needs it finds when it is called: a class may travel to a
+    machine that has no headway, and works there as it did."""
 
-    def __init__(self, session: "Session", original: Any) -> None:
-        self._session, self.__wrapped__ = session, original
-        self.__name__, self.__qualname__, self.__doc__ = "__init__", original.__qualname__, original.__doc__
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self
-        return lambda *args, **kwargs: self(instance, *args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        span = self._session.begins(Activity.PREPROC_CREATION, what=self.__qualname__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        start = sys.modules.get("headway.instrument.start")
+        session: Any = getattr(start, "session", None)
+        token = session.dataset_begins(original) if session is not None else None
         try:
-            return self.__wrapped__(*args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
-            self._session.ends(span)
+            if token is not None:
+                session.ends(token)
 
-    def __reduce__(self) -> Any:
-        import copy
-
-        return copy.copy, (self.__wrapped__,)  # a copy of a function is the function
+    looks_like(__init__, original)
+    return __init__
 
 
 def _datasets(session: "Session", module: Any) -> None:
@@ -253,11 +273,13 @@ def _datasets(session: "Session", module: Any) -> None:
 
     def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:  # noqa: N807
         super(Dataset, cls).__init_subclass__(**kwargs)
-        _time_init(session, cls)
+        if not cls.__module__.startswith("torch."):
+            _time_init(session, cls)
 
     if patch := session.patch(Dataset, "__init_subclass__"):
-        __init_subclass__.__headway__ = patch  # type: ignore[attr-defined]
+        session.datasets = patch
         patch.put(classmethod(__init_subclass__))
+        patch.handle = _TimedClasses()
 
 
 def _unpickled(session: "Session", module: Any) -> None:
@@ -274,10 +296,28 @@ def _unpickled(session: "Session", module: Any) -> None:
     patch.put(around(patch, lambda obj, state: obj, made))
 
 
+class _TimedClasses:
+    """The classes whose `__init__` is timed, to be given back."""
+
+    def __init__(self) -> None:
+        self._classes: list[tuple[weakref.ref[Any], Any, Any]] = []
+
+    def add(self, cls: Any, original: Any, ours: Any) -> None:
+        self._classes.append((weakref.ref(cls), original, ours))
+
+    def remove(self) -> None:
+        for ref, original, ours in self._classes:
+            cls = ref()
+            if cls is not None and vars(cls).get("__init__") is ours:
+                cls.__init__ = original
+
+
 def _time_init(session: "Session", cls: Any) -> None:
     original = vars(cls).get("__init__")
-    if hasattr(original, "__code__"):
-        cls.__init__ = _TimedInit(session, original)
+    if isinstance(original, FunctionType) and session.datasets is not None and session.datasets.handle is not None:
+        ours = _timed_init(original)
+        session.datasets.handle.add(cls, original, ours)
+        cls.__init__ = ours
 
 
 # --- steps ---------------------------------------------------------------------------------------------------------
@@ -386,7 +426,7 @@ def _evaluation_mode(session: "Session", base: Any) -> None:
         if session.tracker is not None and not session.is_open(Activity.EVALUATION):
             session.tracker.to_evaluation_mode(model)
             if to_train.state == "off":
-                to_train.put(watcher)
+                to_train.put(watcher)  # unless somebody else has put something there
 
     def trains(model: Any, mode: bool = True) -> Any:
         return model if mode else None

@@ -73,11 +73,10 @@ class Tracker:
         self.thread = 0
         """The thread that trains; 0 until one has."""
         self.running = False
-        self.asking = 0
-        """The thread that is waiting for a batch; 0 if none is."""
+        self.asking: set[int] = set()
+        """The threads that are waiting for a batch."""
         self.device: DeviceWaits | None = None
         """Set where steps run on a device that does not wait for the host."""
-        self._lead = 0
         self._lead_ref: weakref.ref[Any] | None = None
         self._others: dict[int, int] = {}
         self._waited_ns = 0
@@ -86,6 +85,8 @@ class Tracker:
         self._by_loader = False
         self._unknown: list[Pass] = []
         self._window: tuple[weakref.ref[Any], int] | None = None
+        self._looked_at = False
+        """Whether there was a sign of evaluation since the model was switched to it."""
         self._evaluation: Pass | None = None
         self._evaluated_ns: int | None = None
         """When the last evaluation came to the end of its data."""
@@ -123,7 +124,8 @@ class Tracker:
 
     def fetching(self, way: Pass) -> int:
         """A batch is asked for. Returns the time."""
-        self.asking = thread = _thread()
+        thread = _thread()
+        self.asking.add(thread)
         now = self._now()
         if way.loader.trains:
             if self._by_loader and thread == self.thread:
@@ -146,7 +148,8 @@ class Tracker:
     def fetched(self, way: Pass, asked_ns: int) -> None:
         """It has come."""
         now = self._now()
-        thread, self.asking = self.asking, 0
+        thread = _thread()
+        self.asking.discard(thread)
         way.fetches += 1
         if not way.loader.trains:
             way.waited_ns += now - asked_ns
@@ -158,7 +161,7 @@ class Tracker:
     def exhausted(self, way: Pass, asked_ns: int) -> None:
         """There is no batch left, or none came."""
         now = self._now()
-        self.asking = 0
+        self.asking.discard(_thread())
         way.over = True
         if way.evaluation is not None:
             self._evaluated(way)
@@ -192,6 +195,7 @@ class Tracker:
             span.__exit__(None, None, None)
         if way is self._evaluation:
             self._evaluation, self._evaluated_ns = None, self._now()
+            self._looked_at = True
 
     def _was_evaluation(self, way: Pass, until_ns: int) -> None:
         if way in self._unknown:
@@ -210,12 +214,15 @@ class Tracker:
         """A model was switched to evaluation."""
         if self._window is None or self._window[0]() is None:
             self._window = (weakref.ref(module), self._now())
+            self._looked_at = self.is_evaluating()
 
     def to_training_mode(self, module: Any) -> bool:
         """A model was switched to training; True if it was the one that evaluated."""
         if self._window is None or self._window[0]() is not module:
             return False
-        self._recorder.period(Activity.EVALUATION, self._window[1], self._now())
+        # Parts of a model go to evaluation and back inside of a step, too; but then with gradients.
+        if self._looked_at or self.is_evaluating():
+            self._recorder.period(Activity.EVALUATION, self._window[1], self._now())
         self._window = None
         return True
 
@@ -233,7 +240,8 @@ class Tracker:
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        if id(optimizer) != self._lead and not self._takes_lead(optimizer):
+        lead = self._lead_ref
+        if (lead is None or lead() is not optimizer) and not self._takes_lead(optimizer):
             return
         now = self._now()
         if not self.running:
@@ -263,7 +271,7 @@ class Tracker:
             self._others.clear()
         if alive and count < TAKEOVER:
             return False
-        self._lead, self._lead_ref = key, weakref.ref(optimizer)
+        self._lead_ref = weakref.ref(optimizer)
         self._others.clear()
         return True
 
@@ -309,6 +317,8 @@ class Tracker:
         match it with what was saved."""
         loads, self.loads = self.loads, []
         done = own_steps(optimizer) or 0
+        if self._meter.steps_done and not loads:
+            return None  # another optimizer, perhaps, but nothing that would have brought training back
         if done > 1:
             if done - 1 == self._meter.steps_done:
                 return None
@@ -359,7 +369,7 @@ class Tracker:
         """The script measures its steps itself."""
         if not self._retired:
             self.finish()
-            self._lead, self._lead_ref, self._by_loader = 0, None, False
+            self._lead_ref, self._by_loader = None, False
 
 
 def own_steps(optimizer: Any) -> int | None:

@@ -1,11 +1,21 @@
 """Changing a running library, so that it can be undone, is listed, and can never hurt: one small class a change."""
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from headway.events.recorder import is_from_signal_handler
+
 MISSING = object()
+
+torch: Any = None
+"""Set once it is imported."""
+
+_INTERNAL = "<headway importlib._bootstrap>"
+"""The file that wrappers claim to be from. `warnings` takes it for Python's own and looks further up, so that a warning
+about the caller's line still names that line."""
 
 
 class Patch:
@@ -20,11 +30,17 @@ class Patch:
         """As it stands in its owner: a staticmethod stays one."""
         self.handle: Any = None
         """For a hook that the library offers itself: what takes it out again."""
+        self._put: Any = MISSING
 
     def put(self, replacement: Any) -> None:
-        """Replaces the original."""
-        setattr(self._owner, self._attribute, replacement)
-        self.state = "on"
+        """Replaces the original, unless somebody else has replaced it since."""
+        if self._now() is self.original:
+            setattr(self._owner, self._attribute, replacement)
+            self._put, self.state = replacement, "on"
+
+    def _now(self) -> Any:
+        current = vars(self._owner).get(self._attribute, MISSING)
+        return self.original if current is MISSING and self._inherited else current
 
     def undo(self) -> None:
         """Puts the original back, unless somebody else has changed it since: then the hook only falls silent."""
@@ -32,8 +48,7 @@ class Patch:
             self.state = "off"
             if self.handle is not None:
                 self.handle.remove()
-            current = getattr(self._owner, self._attribute, None)
-            if getattr(current, "__headway__", None) is not self:
+            if self._put is MISSING or self._now() is not self._put:
                 return
             if self.original is MISSING or self._inherited:
                 delattr(self._owner, self._attribute)
@@ -45,7 +60,10 @@ class Patch:
         return str, (self.what,)
 
     def failed(self, error: BaseException) -> None:
-        """The hook raised: it is switched off, and that is told once."""
+        """The hook raised: it is switched off, and that is told once. What a signal handler of the program's raised
+        while the hook ran is not the hook's, and goes on its way."""
+        if is_from_signal_handler(error):
+            raise error
         if self.state == "on":
             self.undo()
             self.state = f"failed: {type(error).__name__}: {error}"
@@ -66,10 +84,9 @@ def around(patch: Patch, before: Callable[..., Any], after: Callable[[Any, Any, 
     kind = type(patch.original) if isinstance(patch.original, classmethod | staticmethod) else None
     original = patch.original.__func__ if kind else patch.original
 
-    @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if patch.state != "on":
-            return original(*args, **kwargs)
+        if patch.state != "on" or (torch is not None and torch.compiler.is_compiling()):
+            return original(*args, **kwargs)  # compiled code does not come here again, so nothing is to be traced
         try:
             token = before(*args, **kwargs)
         except Exception as error:  # measuring must not stop the job: the hook is switched off, and that is journaled
@@ -84,8 +101,18 @@ def around(patch: Patch, before: Callable[..., Any], after: Callable[[Any, Any, 
         return result
 
     wrapper.__headway__ = patch  # type: ignore[attr-defined]
-    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]  # not for compiled code to look into
+    looks_like(wrapper, original)
     return kind(wrapper) if kind else wrapper
+
+
+def looks_like(wrapper: Any, original: Any) -> None:
+    """Lets a function tell of itself what another one tells: its name, its source, its arguments."""
+    wrapper.__code__ = wrapper.__code__.replace(co_filename=_INTERNAL)
+    functools.update_wrapper(wrapper, original)
+    try:
+        wrapper.__signature__ = inspect.signature(original)
+    except (TypeError, ValueError):  # the original does not tell either
+        pass
 
 
 def _then(patch: Patch, after: Callable[..., None], token: Any, result: Any, error: BaseException | None) -> None:
@@ -106,7 +133,7 @@ def guarded(patch: Patch, hook: Callable[..., Any]) -> Callable[..., Any]:
                 patch.failed(error)
         return None
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # not for compiled code to look into
     return call
 
 

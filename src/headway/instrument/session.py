@@ -9,7 +9,7 @@ from typing import Any
 
 from headway import run as runs
 from headway.events.recorder import Recorder, Span
-from headway.events.vocabulary import Activity, Told
+from headway.events.vocabulary import STAGES, Activity, Told
 from headway.instrument.checkpoints import LOADING
 from headway.instrument.hooks import install
 from headway.instrument.imports import ImportWatch
@@ -30,10 +30,12 @@ class Session:
         self.recorder: Recorder | None = None
         self.tracker: Tracker | None = None
         self.is_evaluating: Callable[[], bool] = lambda: False
+        self.datasets: Patch | None = None
         self.on_first_step: list[Callable[[], None]] = []
         self.on_leave: list[Callable[[], None]] = []
         self.on_join: list[Callable[[], None]] = []
         self._open = threading.local()
+        self._stacks: dict[int, list[tuple[str, Span]]] = {}
         self._joined_ns = 0
 
     def begin(self, asked_ns: int) -> None:
@@ -76,6 +78,7 @@ class Session:
     def _forked(self) -> None:
         self.run = self.recorder = self.tracker = None
         self._open = threading.local()
+        self._stacks.clear()
 
     def _leave(self) -> None:
         if self.tracker is not None:
@@ -114,22 +117,37 @@ class Session:
     def begins(self, activity: str, **attrs: Any) -> Span | None:
         """An activity begins in this thread. None if it is not to be recorded: the process is asleep, the thread is
         fetching a batch (whatever it does is part of that), or does the same already."""
-        if self.recorder is None or self.tracker is None or self.tracker.asking == threading.get_ident():
+        if self.recorder is None or self.tracker is None or threading.get_ident() in self.tracker.asking:
             return None
         stack = self._stack()
         if any(same(activity, other) for other, _ in stack):
             return None
         span = self.recorder.span(activity, **attrs)
         stack.append((activity, span))
+        self._stacks[id(span)] = stack
         return span.__enter__()
 
     def ends(self, span: Span | None, failed: bool = False) -> None:
-        """It ends."""
+        """It ends, maybe in another thread than it began in."""
         if span is None:
             return
-        stack = self._stack()
+        stack = self._stacks.pop(id(span), [])
         stack[:] = [entry for entry in stack if entry[1] is not span]
         span.__exit__(Exception if failed else None, None, None)
+
+    def dataset_begins(self, init: Any) -> Span | None:
+        """A dataset is being made."""
+        if (
+            self.datasets is None
+            or self.datasets.state != "on"
+            or (self.tracker is not None and self.tracker.steps_done)
+        ):
+            return None
+        try:
+            return self.begins(Activity.PREPROC_CREATION, what=init.__qualname__)
+        except Exception as error:  # measuring must not stop the job: the hook is switched off, and that is journaled
+            self.datasets.failed(error)
+            return None
 
     def is_open(self, activity: str) -> bool:
         """Whether this thread is at it."""
@@ -170,6 +188,8 @@ class Session:
                 self.ends(span, error is not None)
 
             patch.put(around(patch, lambda *args, **kwargs: self.begins(activity, **attrs), after))
+            if activity in STAGES:  # what comes later is none of the start-up, and may come at every step
+                self.on_first_step.append(patch.undo)
 
     def tell(self, patch: Patch, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}"
