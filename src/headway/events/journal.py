@@ -5,7 +5,8 @@
 
 A frame counts once its length is not zero. The writer stores CRC and payload first and the length last, so whatever
 instant it dies at, the file ends with a whole frame. Space is allocated before it is mapped: a full disk is an error
-that the writer survives, never a SIGBUS.
+that the writer survives, never a SIGBUS. A program may close descriptors that are not its own, and open its files under
+their numbers: before each is used, it is made sure that it still is the journal's.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -123,7 +125,8 @@ class Writer:
         if self._end == begin + size:
             self._end = begin
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, begin)
+                if self._is_ours():
+                    os.ftruncate(self._fd, begin)
 
     def _make_room(self, size: int) -> bool:
         """Grows the file; after a spell without space, first says how much was lost."""
@@ -145,6 +148,8 @@ class Writer:
         """Allocates and maps space for `need` bytes in all; a file that cannot be mapped is written to plainly."""
         if need <= self._size:
             return True
+        if not self._is_ours():
+            return False
         step = min(max(self._size, FIRST_SEGMENT_BYTES), LAST_SEGMENT_BYTES)
         for size in (max(need, self._size + step), -(-need // mmap.PAGESIZE) * mmap.PAGESIZE):
             try:
@@ -165,11 +170,21 @@ class Writer:
             self._memory.resize(size)
         else:
             try:
-                self._memory = mmap.mmap(self._fd, size)
+                self._memory = Mapping(self._fd, size)
             except OSError:
                 self._show_life()  # to fail, it closed a descriptor of the file, and with that dropped the lock
                 raise
         self._size = size
+
+    def _is_ours(self) -> bool:
+        """Whether the descriptors still are the journal's. If not, it falls silent: only memory is written on."""
+        mapping = self._memory if isinstance(self._memory, Mapping) else None
+        if self._file.is_ours() and (mapping is None or mapping.is_ours()):
+            return True
+        self._fd = self._file.fd = -1
+        if mapping is not None:
+            mapping.keep()
+        return False
 
     def _show_life(self) -> None:
         # A POSIX lock dies with its process and is not inherited: readers take it as the sign of life.
@@ -179,7 +194,7 @@ class Writer:
     def close(self) -> None:
         """Trims the file to what was written."""
         with self._lock:
-            if self._fd < 0:
+            if self._fd < 0 or not self._is_ours():
                 return
             with contextlib.suppress(OSError):
                 if isinstance(self._memory, mmap.mmap):
@@ -195,10 +210,55 @@ class PlainFile:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._identity = _identity(fd)
+
+    def is_ours(self) -> bool:
+        """Whether the descriptor still is this file's."""
+        return self.fd >= 0 and _identity(self.fd) == self._identity
 
     def __setitem__(self, where: slice, data: bytes) -> None:
+        if not self.is_ours():
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         if os.pwrite(self.fd, data, where.start) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Mapping(mmap.mmap):
+    """A file as memory. Python makes it a descriptor of its own, by which it resizes the file, and which it closes."""
+
+    _fd = -1
+    _identity: tuple[int, int] | None = None
+
+    def __init__(self, fd: int, size: int) -> None:
+        identity = _identity(fd)
+        with contextlib.suppress(OSError):  # without /proc nobody can tell
+            numbers = map(int, os.listdir("/proc/self/fd"))
+            self._fd = next((number for number in numbers if number != fd and _identity(number) == identity), -1)
+            self._identity = _identity(self._fd)
+
+    def is_ours(self) -> bool:
+        """Whether its descriptor still is this file's."""
+        return _identity(self._fd) == self._identity
+
+    def keep(self) -> None:
+        """Makes it last as long as the process, so that Python never closes what has its descriptor's number now."""
+        with contextlib.suppress(ImportError):
+            import ctypes
+
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and not self.is_ours():
+            self.keep()
+
+
+def _identity(fd: int) -> tuple[int, int] | None:
+    """Which file a descriptor belongs to; None if to none."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 class CellWriter:

@@ -2,10 +2,11 @@
 
 A finder in front of all others lets them find a module, and times its way from there to the end of its body. Modules
 that are there already cost nothing. Of imports inside imports only whole packages are timed, and those that somebody
-waits for. The module keeps the loader it would have had. This file is loaded at the start of every interpreter: it
-imports nothing that would not be there anyway.
+waits for. The module keeps the loader it would have had, and who only asks where a module is gets Python's own answer.
+This file is loaded at the start of every interpreter: it imports nothing that would not be there anyway.
 """
 
+import _frozen_importlib
 import sys
 from _thread import get_ident
 from time import monotonic_ns
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     Hook = Callable[[Any], None]
+
+_IMPORT = _frozen_importlib._find_and_load_unlocked.__code__  # type: ignore[attr-defined]
+"""Where Python finds a module in order to import it."""
 
 
 class ImportWatch:
@@ -32,41 +36,53 @@ class ImportWatch:
         self.ends: Callable[[Any, str, int, int], None] | None = None
         """… with the module's name, and when it began and ended."""
         self._trigger, self._pulled = trigger, pulled
-        self._waiting: dict[str, list[Hook]] = {}
+        self._hooks: dict[str, list[Hook]] = {}
         self._inside: dict[int, int] = {}
         self._busy: set[int] = set()
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         """The module's spec as the other finders give it, with a loader that tells when it is done."""
         thread = get_ident()
-        nested = thread in self._inside
-        if thread in self._busy or (nested and "." in name and name not in self._waiting):
+        if thread in self._busy:
+            return None
+        # Who executes a module by himself asks for its parts first.
+        pulls = self._pulled is not None and name.partition(".")[0] == self._trigger
+        if thread in self._inside and "." in name and name not in self._hooks and not pulls:
+            return None
+        if target is None and not _is_import(name, sys._getframe(1)):  # a reload names its target
             return None
         began = monotonic_ns()
         self._busy.add(thread)
         try:
-            if name == self._trigger and self._pulled is not None:
+            if pulls:
                 pulled, self._pulled = self._pulled, None  # type: ignore[assignment]
                 pulled(self)
             spec = self._find(name, path, target)
         finally:
             self._busy.discard(thread)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self, began)
+        loader = getattr(spec, "loader", None)
+        if hasattr(loader, "exec_module") and hasattr(loader, "create_module"):
+            spec.loader = _Loader(loader, self, name, began)
         return spec
 
     def _find(self, name: str, path: "Any", target: "Any") -> "Any":
+        """What the finders behind this one find. Of a kind that has no `find_spec`, only Python itself asks."""
+        behind = False
         for finder in sys.meta_path:
+            if not behind:
+                behind = finder is self
+                continue
             find = getattr(finder, "find_spec", None)
-            if finder is not self and find is not None:
-                spec = find(name, path, target)
-                if spec is not None:
-                    return spec
+            if find is None:
+                return None
+            spec = find(name, path, target)
+            if spec is not None:
+                return spec
         return None
 
-    def execute(self, module: "Any", loader: "Any", began_ns: int) -> None:
+    def execute(self, name: str, module: "Any", loader: "Any", began_ns: int) -> None:
         """Runs the module's body."""
-        thread, name = get_ident(), module.__name__
+        thread = get_ident()
         outermost = thread not in self._inside
         token = self.begins(name) if outermost and self.begins is not None else None
         self._inside[thread] = self._inside.get(thread, 0) + 1
@@ -83,40 +99,64 @@ class ImportWatch:
                     self.early.append((name, began_ns, now))
             if outermost or "." not in name:
                 self.took_ns[name] = now - began_ns
-        for hook in self._waiting.pop(name, ()):
-            hook(module)
+        for hook in self._hooks.get(name, ()):
+            hook(sys.modules.get(name, module))  # a module may put another in its place
 
     def waited_for(self) -> list[str]:
         """The modules that are waited for."""
-        return list(self._waiting)
+        return [name for name in self._hooks if name not in sys.modules]
 
     def call_for(self, name: str, hook: "Hook") -> None:
-        """Calls `hook` with the module once it is imported; now, if it has been."""
+        """Calls `hook` with the module whenever it has been imported or reloaded; now, if it is there."""
+        self._hooks.setdefault(name, []).append(hook)
         module = sys.modules.get(name)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             hook(module)
-        else:
-            self._waiting.setdefault(name, []).append(hook)
+
+    def forked(self) -> None:
+        """In a forked child, forgets the threads that only its parent has: new ones may get their numbers."""
+        thread = get_ident()
+        self._busy &= {thread}
+        self._inside = {number: depth for number, depth in self._inside.items() if number == thread}
+
+
+def _is_import(name: str, finding: "Any") -> bool:
+    """Whether the frame that asks a finder does so to import the module; another finder may have asked it to."""
+    frame = finding.f_back
+    if frame is not None and frame.f_code is _IMPORT:
+        return True
+    while frame is not None:
+        if frame.f_code is _IMPORT and frame.f_locals["name"] == name:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Loader:
     """A module's own loader, for as long as it takes to load it."""
 
-    def __init__(self, loader: "Any", watch: ImportWatch, began_ns: int) -> None:
-        self._loader, self._watch, self._began_ns = loader, watch, began_ns
+    def __init__(self, loader: "Any", watch: ImportWatch, name: str, began_ns: int) -> None:
+        self._loader, self._watch, self._name, self._began_ns = loader, watch, name, began_ns
 
     def create_module(self, spec: "Any") -> "Any":
-        spec.loader = self._loader  # so that a module which looks sees its own
+        outermost = spec.loader is self  # others may have wrapped it in turn
+        if outermost:
+            spec.loader = self._loader  # so that a module which looks sees its own
         try:
             return self._loader.create_module(spec)
         finally:
-            spec.loader = self
+            if outermost:
+                spec.loader = self
 
     def exec_module(self, module: "Any") -> None:
-        module.__spec__.loader = self._loader
+        spec: Any = getattr(module, "__spec__", None)  # whatever a loader calls a module
+        if getattr(spec, "loader", None) is self:
+            spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
-        self._watch.execute(module, self._loader, self._began_ns)
+        # What is loaded lazily is executed long after the import that found it is over.
+        began_ns = self._began_ns if getattr(spec, "_initializing", False) else monotonic_ns()
+        self._watch.execute(self._name, module, self._loader, began_ns)
 
     def __getattr__(self, name: str) -> "Any":
         return getattr(self._loader, name)
@@ -125,14 +165,8 @@ class _Loader:
 def _pass_for_importlib() -> None:
     """Makes these frames count as Python's own import machinery, which it leaves out of the traceback of a module that
     fails: what a user sees there stays what it was."""
-    import _frozen_importlib
-
-    machinery = _frozen_importlib._call_with_frames_removed.__code__.co_filename  # type: ignore[attr-defined]
     for function in (_Loader.exec_module, ImportWatch.execute):
-        function.__code__ = function.__code__.replace(co_filename=machinery)
+        function.__code__ = function.__code__.replace(co_filename=_IMPORT.co_filename)
 
 
-try:
-    _pass_for_importlib()
-except (ImportError, AttributeError):  # another Python: there, two frames more are seen
-    pass
+_pass_for_importlib()

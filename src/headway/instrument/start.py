@@ -21,6 +21,7 @@ def start() -> None:
     if watch is None and os.environ.get("HEADWAY_DISABLE") != "1":
         watch = ImportWatch("torch", _torch_is_asked_for)
         sys.meta_path.insert(0, watch)
+        os.register_at_fork(after_in_child=watch.forked)
 
 
 def _torch_is_asked_for(watch: ImportWatch) -> None:
