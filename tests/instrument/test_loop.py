@@ -427,6 +427,24 @@ def test_what_lies_between_an_empty_loader_and_another_is_no_step(scene: Scene) 
     assert seconds(ledger, Bucket.UNATTRIBUTED) == 20
 
 
+def test_a_batch_of_another_loader_in_the_middle_of_training_does_not_make_that_train(scene: Scene) -> None:
+    train, validate = Loader(), Loader()
+    way = scene.tracker.begins(train)
+    for number in range(20):
+        scene.fetch(way, 0.0)
+        scene.step(1.0)
+        if number % 5 == 2:
+            glance = scene.tracker.begins(validate)
+            scene.fetch(glance, 0.5)
+            del glance
+    scene.stop(way)
+    scene.look(validate, 5, each=1.0)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (20.0, 0, 20)
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 7.0
+
+
 def test_a_loader_read_before_any_training_is_preparation(scene: Scene) -> None:
     scene.look(Loader(), 5, each=1.0)
     scene.epoch(Loader(), 5, wait=0.0, work=1.0)

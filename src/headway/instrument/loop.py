@@ -10,8 +10,8 @@ two, one of hundreds (a step in the backward of each parameter), or skip (a grad
 - A loader that is read to its end, or dropped, without a step was **evaluation**; before the first step of all, and
   without any sign of evaluation, it was preparation. With a sign (gradients are off, or the model is in evaluation
   mode) it is known as such from its first fetch.
-- A loop without a loader is measured from optimizer step to optimizer step; its first step has no known begin, and so
-  no time.
+- A loop without a loader is measured from optimizer step to optimizer step; its first step has no known begin, and is
+  told without any time.
 
 No torch here: all that is known of it comes in as calls.
 """
@@ -47,8 +47,8 @@ class Loader:
 class Pass:
     """One way through a loader, from the call of `iter` to the end of its data, or until it is dropped."""
 
-    __slots__ = ("began_ns", "dropped", "evaluation", "fetches", "left_ns", "loader", "over", "sure", "thread",
-                 "waited_ns")  # fmt: skip
+    __slots__ = ("__weakref__", "began_ns", "dropped", "evaluation", "fetches", "left_ns", "loader", "over", "sure",
+                 "thread", "waited_ns")  # fmt: skip
 
     def __init__(self, dropped: "Callable[[Pass], None]", loader: Loader, began_ns: int) -> None:
         self.dropped, self.loader, self.began_ns = dropped, loader, began_ns
@@ -83,7 +83,10 @@ class Tracker:
         self._empty_ns: int | None = None
         """When the loader was found empty: the loop was over then, unless a step still comes (it asked ahead)."""
         self._by_loader = False
-        self._unknown: list[Pass] = []
+        self._unknown: list[weakref.ref[Pass]] = []
+        """Passes that may train or evaluate; not held, so that it shows when they are dropped …"""
+        self._left: Pass | None = None
+        """… and the last one that was, while no loader is known to train: a step may follow."""
         self._window: tuple[weakref.ref[Any], int] | None = None
         self._looked_at = False
         """Whether there was a sign of evaluation since the model was switched to it."""
@@ -142,7 +145,7 @@ class Tracker:
                 self._evaluated(self._evaluation)
             way.thread = thread
             way.began_ns = now
-            self._unknown = [*self._unknown[-7:], way]
+            self._unknown = [*self._unknown[-7:], weakref.ref(way)]
         return now
 
     def fetched(self, way: Pass, asked_ns: int) -> None:
@@ -166,7 +169,8 @@ class Tracker:
         if way.evaluation is not None:
             self._evaluated(way)
         elif not way.loader.trains:
-            self._was_evaluation(way, now)
+            way.left_ns = now
+            self._was_evaluation(way)
         elif self.running and self._by_loader and _thread() == self.thread:
             self._empty_ns = asked_ns
             self._meter.waits(-1)
@@ -182,8 +186,9 @@ class Tracker:
             self._evaluated(way)
         elif not way.loader.trains:
             if self._by_loader:
-                self._was_evaluation(way, way.left_ns)
-            # else a step may follow, that was what the batch was for
+                self._was_evaluation(way)
+            else:
+                self._leave(way)
         elif self.running and self._by_loader and way.thread == self.thread and way.fetches > 1:
             self._pause()
 
@@ -197,12 +202,19 @@ class Tracker:
             self._evaluation, self._evaluated_ns = None, self._now()
             self._looked_at = True
 
-    def _was_evaluation(self, way: Pass, until_ns: int) -> None:
-        if way in self._unknown:
-            self._unknown.remove(way)
+    def _was_evaluation(self, way: Pass) -> None:
         if way.fetches and not self._retired:
             what = Activity.EVALUATION if self._meter.steps_done else Activity.PREPROC_CREATION
-            self._recorder.period(what, way.began_ns, until_ns)
+            self._recorder.period(what, way.began_ns, way.left_ns)
+
+    def _leave(self, way: Pass) -> None:
+        """Only the first batch of a loader was wanted, so far: for evaluation, or for a step that is to follow."""
+        if self._left is not None:
+            self._was_evaluation(self._left)
+        self._left = twin = Pass(way.dropped, way.loader, way.began_ns)
+        twin.fetches, twin.waited_ns, twin.left_ns, twin.thread, twin.over = (
+            way.fetches, way.waited_ns, way.left_ns, way.thread, True,
+        )  # fmt: skip
 
     def saves(self) -> None:
         """Something is about to be saved: an evaluation that has left its model in evaluation mode is over now."""
@@ -246,7 +258,7 @@ class Tracker:
         now = self._now()
         if not self.running:
             self._open(optimizer, now)
-        elif self._unknown or self._evaluation is not None:
+        elif self._unknown or self._left is not None or self._evaluation is not None:
             ways = self._recognise()
             if ways and self._empty_ns is not None:  # another loader than the one that was empty: another loop
                 self._pause()
@@ -296,13 +308,16 @@ class Tracker:
             self._evaluated(way)
             # A model may seem to evaluate while another trains; but nobody trains without gradients.
             way.loader.trains = not way.sure and not self._unknown
-        ways = [way for way in self._unknown if not way.over] or self._unknown[-1:]
-        for way in self._unknown:
-            if way in ways:
-                way.loader.trains = True
+        known = [ref() for ref in self._unknown]
+        ways = [way for way in known if way is not None and not way.over]
+        if self._left is not None:
+            if ways:
+                self._was_evaluation(self._left)
             else:
-                self._recorder.period(Activity.EVALUATION, way.began_ns, way.left_ns)
-        self._unknown = []
+                ways = [self._left]
+        self._unknown, self._left = [], None
+        for way in ways:
+            way.loader.trains = True
         if ways:
             self._by_loader = True
             main = threading.main_thread().ident or 0
@@ -335,7 +350,7 @@ class Tracker:
         if self.loads:  # a checkpoint was loaded since: where that leads to shows at the next step
             way.loader.trains = False
             way.began_ns, way.waited_ns = now, 0
-            self._unknown.append(way)
+            self._unknown.append(weakref.ref(way))
             return
         self.running = True
         self._meter.resume(now)
@@ -361,6 +376,8 @@ class Tracker:
         """The process ends: the loop ended with its last step."""
         if self._evaluation is not None:
             self._evaluated(self._evaluation)
+        if self._left is not None:
+            self._was_evaluation(self._left)
         if self.running:
             self._pause()
         self._retired = True
