@@ -137,7 +137,11 @@ class Run:
             return
         self._left = True
         for call in self.leaving:
-            call()
+            try:
+                call()
+            except Exception as problem:  # the end is told whatever becomes of the rest
+                self.recorder.mark("leaving", problem=clean_text(f"{type(problem).__name__}: {problem}"))
+                _say(f"the last records could not be written ({type(problem).__name__}: {problem}).")
         error = getattr(sys, "last_value", None)
         if error is not None or self._finished or self.status is not None or not is_child():
             text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None

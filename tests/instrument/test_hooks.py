@@ -14,7 +14,7 @@ from running import HEADWAY, run, witnessed
 
 from headway.cli.source import open_job
 from headway.events.job import JobReader
-from headway.events.vocabulary import Mark, Process, Record, Restored, Saved
+from headway.events.vocabulary import Mark, Process, Record, Restored, Saved, SpanBegin
 from headway.observe.summary import summary
 from headway.paths import JobPaths, jobs_in
 
@@ -732,3 +732,40 @@ def test_a_stateful_loader_is_a_loader(home: Path) -> None:
     )
     assert done.steps == 10
     assert done.buckets["waste.data_wait"] == pytest.approx(9 * 0.033, rel=0.3)
+
+
+def test_a_group_made_in_the_middle_of_training_is_told_of(home: Path) -> None:
+    done = measured(
+        home,
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number, (batch,) in enumerate(data()):
+            train(model, optimizer, batch)
+            if number == 5:
+                dist.new_group([0])
+        dist.destroy_process_group()
+        """,
+    )
+    told = [record.attrs["what"] for record in done.of(SpanBegin) if record.attrs and "group" in str(record.attrs)]
+    assert told == ["init_process_group", "new_group"]
+
+
+def test_the_end_is_told_even_if_the_last_words_fail(home: Path) -> None:
+    done = measured(
+        home,
+        """
+        from headway.instrument import loop
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for (batch,) in data():
+            train(model, optimizer, batch)
+        def broken(self):
+            raise ValueError("broken on purpose")
+        loop.Tracker.finish = broken
+        """,
+    )
+    assert done.report["state"] == "ended"
+    assert done.err.count("the last records could not be written (ValueError: broken on purpose)") == 1

@@ -18,7 +18,8 @@ SHIM = Path(headway.__file__).absolute().parent / "instrument" / "site" / "sitec
 
 _ASK = "import sys, sysconfig; print(*sys.version_info[:2]); print(sysconfig.get_path('purelib'))"
 
-# Run by every start of that Python: it may do no harm, whatever has become of headway since.
+# Run by every start of that Python: it may do no harm, whatever has become of headway since. A shim that is whole says
+# itself what it cannot do; half of one, left by an uninstall, must not put a line into every program's output.
 _CODE = """
 try:
     import os, sys

@@ -37,7 +37,7 @@ _thread = threading.get_ident
 class Loader:
     """What is known of one DataLoader."""
 
-    __slots__ = ("__weakref__", "batch_size", "trains")
+    __slots__ = ("batch_size", "trains")
 
     def __init__(self, batch_size: int | None = None) -> None:
         self.batch_size = batch_size

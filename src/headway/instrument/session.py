@@ -33,7 +33,6 @@ class Session:
         self.datasets: Patch | None = None
         self.on_first_step: list[Callable[[], None]] = []
         self.on_leave: list[Callable[[], None]] = []
-        self.on_join: list[Callable[[], None]] = []
         self._open = threading.local()
         self._stacks: dict[int, list[tuple[str, Span]]] = {}
         self._joined_ns = 0
@@ -64,8 +63,6 @@ class Session:
             for name, begin_ns, end_ns in self.watch.early:
                 run.recorder.period(Activity.IMPORTS, begin_ns, end_ns, module=name)
             self.watch.early.clear()
-            for call in self.on_join:
-                call()
         if role and self.run is not None:
             self.run.becomes(role, rank, world_size)
 
@@ -188,7 +185,8 @@ class Session:
                 self.ends(span, error is not None)
 
             patch.put(around(patch, lambda *args, **kwargs: self.begins(activity, **attrs), after))
-            if activity in STAGES:  # what comes later is none of the start-up, and may come at every step
+            # What comes later is none of the start-up, and may come at every step; groups are always told of.
+            if activity in STAGES and activity != Activity.PROCESS_GROUP_INIT:
                 self.on_first_step.append(patch.undo)
 
     def tell(self, patch: Patch, error: BaseException) -> None:
