@@ -19,6 +19,10 @@ from headway.events.vocabulary import STAGES, Activity, Process, ProcessEnd, Res
 from headway.paths import JobPaths, folder_name, is_network, private_folder
 
 T = TypeVar("T")
+W = TypeVar("W")
+
+ROLL_UP = "headway.accounting.rollup:roll_up"
+"""What sums up finished processes: named, since this side of headway does not import that."""
 
 _lock = threading.Lock()
 _current: "Run | None" = None
@@ -216,33 +220,47 @@ def _is_being_imported() -> bool:
     return spawned and not is_child()
 
 
-def _open_journal(settings: Settings, process: Process) -> Writer:
-    """This process's journal: in the home if that is local, else in the spool, else nowhere, with a word about it."""
+def takes_the_spool(settings: Settings) -> bool:
+    """Whether journals go through the spool: somebody wants it, or the home is no place for mapped files."""
+    return settings.spool is not None or is_network(settings.home_folder)
+
+
+def open_somewhere(settings: Settings, create: Callable[[Path], W]) -> tuple[W | None, str]:
+    """What `create` makes in the home if that is local, else in the spool; and what there is to say about it. None if
+    neither can be written to."""
     home, spool = settings.home_folder, settings.spool_folder
     try:
-        if settings.spool is not None or is_network(home):
-            return _open_in_spool(spool, home, process)
-        return _create(home, process)
+        return create(private_folder(spool) if takes_the_spool(settings) else home), ""
     except (OSError, HeadwayError) as error:
         try:
-            writer = _create(private_folder(spool), process)
-            _say(f"cannot write to {home} ({error}). Journals go to {spool}: read them with HEADWAY_HOME={spool}.")
-            return writer
+            made = create(private_folder(spool))
+            return (
+                made,
+                f"cannot write to {home} ({error}). Journals go to {spool}: read them with HEADWAY_HOME={spool}.",
+            )
         except (OSError, HeadwayError) as second:
-            _say(f"cannot write to {home} ({error}) nor to {spool} ({second}). This job is not measured.")
-            return Nowhere()
+            return None, f"cannot write to {home} ({error}) nor to {spool} ({second}). This job is not measured."
 
 
-def _open_in_spool(spool: Path, home: Path, process: Process) -> Writer:
+def _open_journal(settings: Settings, process: Process) -> Writer:
+    """This process's journal; where there can be none, a writer to nowhere."""
+    writer, note = open_somewhere(settings, lambda folder: _create(folder, process))
+    if note:
+        _say(note)
+    elif writer is not None and takes_the_spool(settings):
+        _have_collected(settings, writer, process)
+    return writer or Nowhere()
+
+
+def _have_collected(settings: Settings, writer: Writer, process: Process) -> None:
     from headway.collect import ensure_collector
 
-    writer = _create(private_folder(spool), process)
-    problem = ensure_collector(spool, home, process.job, "headway.accounting.rollup:roll_up")
+    spool, home = settings.spool_folder, settings.home_folder
+    problem = ensure_collector(spool, home, process.job, ROLL_UP)
     if problem:
         _say(f"no collector could be started ({problem}). Journals stay in {spool}.")
     # Registered before the run's own leave, and so called after it.
     atexit.register(_deliver_last, os.getpid(), writer.path, home, process)
-    return writer
 
 
 def _deliver_last(pid: int, journal: Path, home: Path, process: Process) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from headway.config import Settings
-from headway.errors import HeadwayError, PlatformError
 from headway.events.clock import start_ticks
 from headway.events.journal import Writer
 from headway.events.process import open_pidfd, process_name
 from headway.events.vocabulary import Mark, Process, ProcessGone, clean_text, encode
-from headway.paths import JobPaths, is_network, private_folder
+from headway.paths import JobPaths
+from headway.run import ROLL_UP, open_somewhere, takes_the_spool
 
 PATIENCE_S = 2.0
 """Longest time that a command waits for its witness to begin."""
@@ -95,7 +95,7 @@ def _let_go_but(*kept: int) -> list[int]:
 
 def _witness(process: Process, settings: Settings, pidfd: int, tell: int) -> None:
     try:
-        writer, note = _open_journal(process, settings)
+        writer, note = open_somewhere(settings, lambda folder: _create(folder, process))
         if writer is not None:
             writer.append(encode(process))
     except Exception as error:  # the command runs all the same, and its user is told
@@ -105,7 +105,7 @@ def _witness(process: Process, settings: Settings, pidfd: int, tell: int) -> Non
     os.close(tell)
     if writer is None:
         return
-    if _takes_the_spool(settings):
+    if takes_the_spool(settings):
         _ensure_collector(process, settings, writer)
     _watch(process, writer, pidfd)
 
@@ -134,29 +134,8 @@ def _happens(fd: int, event: int, timeout_s: float) -> bool:
 # --- where it writes -------------------------------------------------------------------------------------------------
 
 
-def _open_journal(process: Process, settings: Settings) -> tuple[Writer | None, str]:
-    """The launcher's journal, where the command's processes write theirs too, and what there is to say about that.
-    There is none if this process has a witness already, from before it replaced itself by `exec`."""
-    home, spool = settings.home_folder, settings.spool_folder
-    try:
-        if _takes_the_spool(settings):
-            return _create(private_folder(spool), process), ""
-        return _create(home, process), ""
-    except (OSError, HeadwayError) as error:
-        try:
-            note = f"cannot write to {home} ({error}). Journals go to {spool}: read them with HEADWAY_HOME={spool}."
-            return _create(private_folder(spool), process), note
-        except (OSError, HeadwayError) as second:
-            raise PlatformError(
-                f"cannot write to {home} ({error}) nor to {spool} ({second}). This job is not measured."
-            ) from second
-
-
-def _takes_the_spool(settings: Settings) -> bool:
-    return settings.spool is not None or is_network(settings.home_folder)
-
-
 def _create(home: Path, process: Process) -> Writer | None:
+    """The launcher's journal; None if this process has a witness already, from before it replaced itself by `exec`."""
     paths = JobPaths(home, process.job).make()
     try:
         # Not the name that the command itself will look for, if it turns out to be a Python that is measured.
@@ -168,8 +147,7 @@ def _create(home: Path, process: Process) -> Writer | None:
 def _ensure_collector(process: Process, settings: Settings, writer: Writer) -> None:
     from headway.collect import ensure_collector
 
-    rolls_up = "headway.accounting.rollup:roll_up"
-    problem = ensure_collector(settings.spool_folder, settings.home_folder, process.job, rolls_up)
+    problem = ensure_collector(settings.spool_folder, settings.home_folder, process.job, ROLL_UP)
     if problem:
         mark = Mark(t_ns=time.monotonic_ns(), name="no collector", attrs={"problem": clean_text(problem)})
         writer.append(encode(mark))
