@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.config import Settings
 from headway.errors import HeadwayError, InputError, nearest
@@ -17,6 +17,9 @@ from headway.events.process import describe, is_ranked, job_name, process_name, 
 from headway.events.recorder import Recorder, Span
 from headway.events.vocabulary import STAGES, Activity, Process, ProcessEnd, Restored, Saved, clean_text
 from headway.paths import JobPaths, folder_name, is_network, private_folder
+
+if TYPE_CHECKING:
+    from headway.launch.notice import Listener, Notice
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -45,13 +48,14 @@ def current() -> "Run":
         return _current
 
 
-def join_unasked(began_ns: int) -> "Run":
+def join_unasked(began_ns: int, waited: bool = False) -> "Run":
     """The run of a process whose script has not asked for one: a rank if its environment says so, else a process that
-    may turn out to train. `began_ns` is when it was first looked at."""
+    may turn out to train. `began_ns` is when it was first looked at; if it waited until then for something to do, it
+    counts from there."""
     global _current
     with _lock:
         if _current is None:
-            _current = _join(began_ns=began_ns, unasked=True)
+            _current = _join(began_ns=began_ns, unasked=True, waited=waited)
         return _current
 
 
@@ -77,6 +81,10 @@ class Run:
         self._finished = self._left = False
         self.status: int | None = None
         """The exit status, where that is known before the end."""
+        self._listener: Listener | None = None
+        self._stop: Notice | None = None
+        self._at_stop: list[Callable[[int], object]] = []
+        self._obeyed = False
 
     def span(self, name: str, **attrs: Any) -> Span:
         """Times a `with` block. The names in `Activity` count in the ledger; any other is shown beside it."""
@@ -105,6 +113,8 @@ class Run:
         if batch_size is None:
             found = getattr(batches, "batch_size", None)
             batch_size = found if isinstance(found, int) and found > 0 else None
+        if self._at_stop:
+            batches = self._until_stop(batches)
         return self.recorder.steps(batches, start, batch_size)
 
     def checkpoint_saved(self, step: int | None = None, path: str | os.PathLike[str] = "") -> None:
@@ -117,10 +127,95 @@ class Run:
         self.recorder.record(Restored(t_ns=self.recorder.now_ns(), step=int(step), path=clean_text(os.fspath(path))))
 
     def finish(self) -> None:
-        """The work is done: what this process still does is shutting down."""
+        """The work is done: what this process still does is shutting down.
+
+        After a stop on notice it is not done. Then this waits for the other ranks to save and, under Slurm, puts the
+        job back into the queue; where nobody does that, it leaves the process with exit code 75.
+        """
         self._finished = True
         self.recorder.steps_meter.settle()
-        self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns()))
+        self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), category=self._stopped_by()))
+        if code := self._obey():
+            raise SystemExit(code)
+
+    # --- stopping on notice ---
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether to save and leave the loop now: the job has to stop, and this is the step edge where all ranks do.
+
+        Ask at every step edge, on every rank alike. From the first question on, SIGTERM and SIGUSR1 are such notices.
+        """
+        return (self._listener or self._listen()).is_due()
+
+    @property
+    def stop(self) -> "Notice | None":
+        """Why training has stopped here, and how many seconds are left where that is known; None if it has not.
+
+        Under Slurm, rank 0 asks for both.
+        """
+        listener = self._listener
+        if self._stop is None and listener is not None and listener.stopped and listener.notice is not None:
+            from headway.launch import slurm
+
+            self._stop = listener.notice
+            if self.rank == 0 and slurm.is_slurm(os.environ) and self._stop.reason in ("sigterm", "sigusr1"):
+                self._stop = slurm.why_signalled(os.environ, self._stop.reason)
+        return self._stop
+
+    def on_stop(self, save: Callable[[int], object]) -> None:
+        """Has `save` called when the job has to stop, once, between two steps of the next `run.steps`, which then ends.
+
+        It is given the step that training will go on with.
+        """
+        self._listener or self._listen()
+        self._at_stop.append(save)
+
+    def _listen(self) -> "Listener":
+        from headway.launch.notice import Listener, listen
+
+        steps = self.recorder.steps_meter
+        if _is_helper():  # it ends when told to, as ever
+            self._listener = Listener(lambda: steps.steps_done)
+        else:
+            self._listener = listen(os.environ, lambda: steps.steps_done, self._process.local_rank)
+        return self._listener
+
+    def _until_stop(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches up to the stop. None is fetched that would not be trained on."""
+        iterator: Iterator[T] | None = None
+        while not self.should_stop:
+            iterator = iter(batches) if iterator is None else iterator
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
+        saves, self._at_stop = self._at_stop, [_done]  # another loop must end at once, and call nothing
+        with self.span(Activity.CHECKPOINT_BLOCKING):
+            for save in saves:
+                save(self.recorder.steps_meter.steps_done)
+
+    def _stopped_by(self) -> str | None:
+        return self.stop.reason if self.stop else None
+
+    def _obey(self) -> int:
+        """After a stop: lets the others save, and sees to the restart. Returns the exit code, the first time."""
+        listener, stop = self._listener, self.stop
+        if listener is None or stop is None or self._obeyed:
+            return 0
+        from headway.launch import slurm
+        from headway.launch.notice import EXIT_STOPPED
+
+        self._obeyed = True
+        listener.wait_for_others(self._process.local_rank)
+        if listener.is_supervised or (slurm.is_slurm(os.environ) and self.rank):  # others see to it
+            return 0
+        if not slurm.is_slurm(os.environ):
+            return EXIT_STOPPED
+        requeue = slurm.requeue(os.environ, stop.reason, listener.former.values())
+        _say(requeue.text)
+        return 0 if requeue.done else EXIT_STOPPED
 
     def becomes(self, role: str, rank: int | None = None, world_size: int | None = None) -> None:
         """This process turns out to be something else than it seemed, or to have another rank."""
@@ -146,19 +241,22 @@ class Run:
             except Exception as problem:  # the end is told whatever becomes of the rest
                 self.recorder.mark("leaving", problem=clean_text(f"{type(problem).__name__}: {problem}"))
                 _say(f"the last records could not be written ({type(problem).__name__}: {problem}).")
-        error = getattr(sys, "last_value", None)
+        error, stopped_by = getattr(sys, "last_value", None), self._stopped_by()
         if error is not None or self._finished or self.status is not None or not is_child():
             text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None
-            text = text or (f"exit status {self.status}" if self.status else None)
-            self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text))
+            text = text or (f"exit status {self.status}" if self.status and not stopped_by else None)
+            self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text, category=stopped_by))
         # else multiprocessing hides how it ended: only `finish` could have said that it went well
         self.recorder.close(error)
+        self._obey()
 
 
 # --- joining -------------------------------------------------------------------------------------------------------
 
 
-def _join(environ: Mapping[str, str] = os.environ, began_ns: int | None = None, unasked: bool = False) -> Run:
+def _join(
+    environ: Mapping[str, str] = os.environ, began_ns: int | None = None, unasked: bool = False, waited: bool = False
+) -> Run:
     clock = Clock()
     try:
         settings = Settings.from_environment(environ)
@@ -172,6 +270,8 @@ def _join(environ: Mapping[str, str] = os.environ, began_ns: int | None = None, 
     process = describe(environ, job, clock, node=settings.node, attempt=settings.attempt)
     if unasked:
         process = _seen_from_outside(process, environ, began_ns or process.t_ns)
+        if waited:
+            process = replace(process, started_ns=process.t_ns)
     if settings.disable == "1" or (_is_helper() and not unasked):
         return Run(Recorder(Nowhere(), clock), process)
     writer = _open_journal(settings, process)
@@ -297,6 +397,10 @@ def _ask_platform(run: Run, settings: Settings, environ: Mapping[str, str]) -> N
         ask()
     elif scheduler.is_askable(environ):
         threading.Thread(target=ask, name="headway-scheduler", daemon=True).start()
+
+
+def _done(step: int) -> None:
+    """Stands for what was called already."""
 
 
 def _say(text: str) -> None:
