@@ -10,7 +10,7 @@ import headway
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "headway"
-STANDARD_LIBRARY_ONLY = ("events", "accounting", "collect", "instrument", "run", "config", "paths", "errors")
+STANDARD_LIBRARY_ONLY = ("events", "accounting", "collect", "instrument", "recover", "run", "config", "paths", "errors")
 
 
 def room_of(path: Path) -> str:

@@ -32,6 +32,8 @@ class JobPaths:
         self.nodes = self.folder / "nodes"
         """One file a collector, where it is not."""
         self.collector_lock = self.folder / "collector.lock"
+        self.attempts = self.folder / "attempts"
+        """How many attempts supervisors have counted, less one."""
 
     def make(self) -> "JobPaths":
         """Creates the folders, readable by this user only."""

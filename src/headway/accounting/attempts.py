@@ -1,7 +1,7 @@
 """From processes to attempts: which processes ran together, on one time axis, and when each began and failed."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from headway.accounting.anchors import place_stints
 from headway.accounting.members import NEVER_NS, Member, gather_members
 from headway.accounting.rules import Stint
 from headway.accounting.timeline import Piece, RankStint, Timeline
-from headway.events.vocabulary import Activity, Scheduled
+from headway.events.vocabulary import Activity, Scheduled, Told
 
 TICK_NS = 10_000_000
 """The kernel tells in such ticks when a process started: it may seem to begin before the one before it ended."""
@@ -41,8 +41,12 @@ class Attempt:
     stopped_ns: int = 0
     """Its own processes' end. That of the last attempt may come before the job's, which its launcher lives to see."""
     failed: bool = False
+    stopped: bool = False
+    """It was told to stop, and did."""
     failed_rank: int | None = None
     """None where no rank failed, and yet its launcher did."""
+    decision: str = ""
+    """What a supervisor did about its failure, and why, in its own words."""
     exit_code: int | None = None
     """Of the launcher that ended in its time, if that was a failure."""
     alive: bool = False
@@ -100,6 +104,7 @@ def gather_attempts(
     _align_hosts(attempts, launchers)
     _set_launches(attempts, launchers)
     _set_ends(attempts, launchers, now)
+    _set_decisions(attempts, timelines.values())
     place_stints(attempt.members for attempt in attempts)
     for attempt in attempts:
         attempt.stints = _stints(attempt)
@@ -258,8 +263,13 @@ def _set_failure(attempt: Attempt) -> None:
     dead = {rank: m for rank, m in members.items() if not m.alive and not m.is_clean}
     lost = {rank: m.last_sign_ns for rank, m in dead.items() if m.lost}
     seen = {rank: at for rank, m in dead.items() if (at := m.failed_at_ns) is not None}
-    attempt.failed = not attempt.alive and (bool(dead) or attempt.exit_code is not None)
-    if lost and min(lost.values()) <= min(seen.values(), default=1 << 62):  # what survivors raise then is an effect
+    attempt.stopped = not dead and any(m.has_stopped for m in members.values())
+    attempt.failed = not attempt.alive and (bool(dead) or (attempt.exit_code is not None and not attempt.stopped))
+    named = [rank for rank in seen if (gone := dead[rank].gone) is not None and gone.category]
+    if named:  # by a supervisor, which heard all of them
+        attempt.failed_rank = min(named, key=lambda rank: (seen[rank], rank))
+        attempt.end_ns = seen[attempt.failed_rank]
+    elif lost and min(lost.values()) <= min(seen.values(), default=1 << 62):  # what survivors raise then is an effect
         attempt.failed_rank = min(lost, key=lambda rank: (lost[rank], rank))
         attempt.end_ns = max(lost.values())
     elif seen:
@@ -272,6 +282,14 @@ def _set_failure(attempt: Attempt) -> None:
         attempt.end_ns = max(m.last_sign_ns for m in members.values())
     if attempt.exit_code is not None and attempt.trains_unseen:
         attempt.failed_rank = None
+
+
+def _set_decisions(attempts: list[Attempt], timelines: Iterable[Timeline]) -> None:
+    marks = [mark for timeline in timelines for mark in timeline.marks if mark.name == Told.DECISION]
+    why = {mark.attrs.get("attempt"): str(mark.attrs.get("why", "")) for mark in reversed(marks)}
+    for attempt in attempts if why else ():
+        numbers = (member.process.attempt for member in attempt.members.values())
+        attempt.decision = next((why[number] for number in numbers if number in why), "")
 
 
 def _job_begin(attempt: Attempt) -> int:

@@ -181,8 +181,10 @@ class AttemptLedger:
 
     @property
     def outcome(self) -> str:
-        """`running`, `failed`, or `ended`."""
-        return "running" if self.attempt.alive else "failed" if self.attempt.failed else "ended"
+        """`running`, `failed`, `stopped` on notice with its work saved, or `ended`."""
+        if self.attempt.alive:
+            return "running"
+        return "failed" if self.attempt.failed else "stopped" if self.attempt.stopped else "ended"
 
 
 class _Assembly:
@@ -310,9 +312,14 @@ class Ledger:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """One entry for each attempt that failed: by which rank, and why where that is known."""
+        """One entry for each attempt that failed: by which rank, why where that is known, what was done about it."""
         return [
-            {"attempt": a.attempt.number, "rank": a.attempt.failed_rank, "category": _category(a.attempt)}
+            {
+                "attempt": a.attempt.number,
+                "rank": a.attempt.failed_rank,
+                "category": _category(a.attempt),
+                "decision": a.attempt.decision,
+            }
             for a in self.attempts
             if a.attempt.failed
         ]

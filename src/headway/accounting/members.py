@@ -58,7 +58,13 @@ class Member:
         """Whether it ended by itself, without an error. A launcher does not say so itself."""
         ended, gone = self.timeline.ended, self.gone
         said = gone is not None if self.is_launcher else ended is not None and ended.error is None
-        return said and (gone is None or gone.exit_code in (None, 0))
+        return self.has_stopped or (said and (gone is None or gone.exit_code in (None, 0)))
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it stopped on notice: its work is saved, and not done. Its exit code then says just that."""
+        ended = self.timeline.ended
+        return ended is not None and ended.error is None and ended.category is not None
 
     @property
     def failed_at_ns(self) -> int | None:
@@ -88,11 +94,12 @@ def gather_members(
 ) -> tuple[list[Member], list[Member]]:
     """The processes whose time is the job's, and its launchers."""
     offsets = _boot_offsets(timelines.values())
+    watched = {gone.name: gone for timeline in timelines.values() for gone in timeline.others_gone}
     by_role: dict[str, list[Member]] = {}
     for name, timeline in timelines.items():
         process = timeline.process
         if process is not None:
-            seen = (timeline.gone, name in alive, name in lost)
+            seen = (watched.get(name, timeline.gone), name in alive, name in lost)
             by_role.setdefault(process.role, []).append(Member(name, timeline, process, offsets[process.boot], *seen))
     ranks, processes, launchers = (by_role.get(role, []) for role in ("rank", "process", "launcher"))
     if launchers:

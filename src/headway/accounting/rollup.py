@@ -27,7 +27,7 @@ from headway.events.vocabulary import (
     Told,
 )
 
-VERSION = 2
+VERSION = 3
 """Changes with anything that changes what a fold gives. Another version's roll-ups are not used."""
 
 MOST_POINTS = 512
@@ -39,7 +39,7 @@ _WHAT: dict[str, str] = {NOTHING: NOTHING} | {str(what): what for what in (*Acti
 _CHECKPOINTS: dict[str, type[Saved] | type[Restored]] = {"s": Saved, "r": Restored}
 
 
-_TOLD = (Told.HOOK_OFF, Told.ASYNCHRONOUS_DEVICE)
+_TOLD = (Told.HOOK_OFF, Told.ASYNCHRONOUS_DEVICE, Told.DECISION)
 """Marks that a report speaks of whichever rank they are of; for others the records are folded."""
 
 
@@ -70,6 +70,7 @@ def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
         "checkpoints": [_checkpoint(at, record) for at, record in timeline.checkpoints],
         "open": [timeline._at, timeline._floor, timeline._winner, _trimmed(timeline._pending)],
         "waits_anywhere": timeline._waits_anywhere,
+        "others_gone": [dataclasses.asdict(gone) for gone in timeline.others_gone],
         "told": [[m.t_ns, m.name, m.attrs] for m in timeline.marks if m.name in _TOLD],
         "pace": timeline._pace.condensed(),
     }  # fmt: skip
@@ -97,6 +98,7 @@ def _restored(told: dict[str, Any], load: Load) -> Timeline:
     timeline.process = Process(**process)  # all ranks have the same program, command and launcher: one copy will do
     timeline.ended = ProcessEnd(**told["ended"]) if told["ended"] else None
     timeline.gone = ProcessGone(**told["gone"]) if told["gone"] else None
+    timeline.others_gone = [ProcessGone(**gone) for gone in told["others_gone"]]
     timeline.scheduled = Scheduled(**told["scheduled"]) if told["scheduled"] else None
     timeline.cell = Cell(*told["cell"]) if told["cell"] else None
     timeline.dropped, timeline.group_ready_ns, timeline.last_ns = told["dropped"], told["ready"], told["last"]

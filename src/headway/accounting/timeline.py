@@ -164,13 +164,15 @@ class Timeline:
         "_at", "_early", "_floor", "_has_loaded", "_names", "_open", "_open_spans", "_pace", "_pending", "_restored",
         "_rule", "_spans", "_waits_anywhere", "_winner", "cell", "checkpoints", "dropped", "ended", "first_step",
         "first_step_ns", "gone", "group_ready_ns", "init", "last_ns", "last_step_ns", "loads", "loop", "marks",
-        "process", "scheduled", "stints", "unroll",
+        "others_gone", "process", "scheduled", "stints", "unroll",
     )  # fmt: skip
 
     def __init__(self, rule: StallRule | None = None) -> None:
         self.process: Process | None = None
         self.ended: ProcessEnd | None = None
         self.gone: ProcessGone | None = None
+        self.others_gone: list[ProcessGone] = []
+        """The ends of other processes, which this one watched."""
         self.scheduled: Scheduled | None = None
         self.cell: Cell | None = None
         self.dropped = 0
@@ -253,7 +255,10 @@ class Timeline:
         self.ended = record
 
     def _process_gone(self, record: ProcessGone) -> None:
-        self.gone = self.gone or record
+        if record.name:
+            self.others_gone.append(record)
+        else:
+            self.gone = self.gone or record
 
     def _scheduled(self, record: Scheduled) -> None:
         self._lives(record)

@@ -82,9 +82,9 @@ def python_path(given: str) -> str:
 def name_of(command: Sequence[str], environ: Mapping[str, str]) -> str:
     """The job's name where nobody gave one: the scheduler's id, the launcher's, or a new one after the script."""
     environ = dict(environ)
-    if (run := _option(command, "rdzv-id")) not in ("", "none"):  # all nodes of the job are given the same
+    if (run := option_of(command, "rdzv-id")) not in ("", "none"):  # all nodes of the job are given the same
         environ["TORCHELASTIC_RUN_ID"] = run
-    if nodes := _option(command, "nnodes"):
+    if nodes := option_of(command, "nnodes"):
         environ["GROUP_WORLD_SIZE"] = nodes.rpartition(":")[2]
     if shares_no_id(environ):
         _say("several nodes, and no id they share: each is a job of its own. Set HEADWAY_JOB, or --rdzv-id.")
@@ -103,7 +103,7 @@ def script_of(command: Sequence[str]) -> str:
     return Path(next(shell_scripts, command[0])).name
 
 
-def _option(command: Sequence[str], name: str) -> str:
+def option_of(command: Sequence[str], name: str) -> str:
     """The value of a launcher's option, in each of its spellings; empty if it is not given."""
     for word, after in zip(command, [*command[1:], ""], strict=True):
         key, is_one_word, value = word.partition("=")

@@ -9,6 +9,7 @@ from headway import __version__
 from headway.errors import HeadwayError, nearest
 
 VERBS = {
+    "run": "headway.cli.run:run",
     "exec": "headway.cli.exec:exec_command",
     "inject": "headway.cli.inject:inject",
     "doctor": "headway.cli.doctor:doctor",
@@ -17,6 +18,7 @@ VERBS = {
     "report": "headway.cli.report:report",
     "watch": "headway.cli.watch:watch",
     "compare": "headway.cli.compare:compare",
+    "failures": "headway.cli.failures:failures",
 }
 """Where each verb is. One is loaded when it is called: `exec` stands before a job, and must not take its time."""
 

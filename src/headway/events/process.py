@@ -54,9 +54,10 @@ def is_ranked(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name, "").isdecimal() for name in _RANKS)
 
 
-def process_name(process: Process) -> str:
-    """A name no other process has, not even one that got the same pid later."""
-    return f"{process.node}-{process.boot[:8]}-{process.pid}-{start_ticks(process.pid) or process.t_ns}"
+def process_name(process: Process, ticks: int | None = None) -> str:
+    """A name no other process has, not even one that got the same pid later. `ticks` is when it started, in kernel
+    ticks, where it may be gone by now."""
+    return f"{process.node}-{process.boot[:8]}-{process.pid}-{ticks or start_ticks(process.pid) or process.t_ns}"
 
 
 def job_name(environ: Mapping[str, str], given: str = "", script: str = "") -> str:

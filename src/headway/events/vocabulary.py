@@ -67,6 +67,8 @@ class Told(StrEnum):
     """`hook`, `error`: a hook raised, and was taken out."""
     ASYNCHRONOUS_DEVICE = "asynchronous_device"
     """`device`, `looked`: steps run on it, and at how many waits for data it was looked at."""
+    DECISION = "decision"
+    """`why`, `do`, `category`, `rank`, `node`, `rule`, `line`, `wait_s`: what a supervisor did about a failure."""
 
 
 KNOWN_NAMES = {activity.value: number for number, activity in enumerate(Activity, 1)}
@@ -217,6 +219,9 @@ class ProcessGone:
     t_ns: int
     exit_code: int | None = None
     category: str | None = None
+    """Why it failed, if it was the first of its attempt to do so."""
+    name: str = ""
+    """Which process, in a supervisor's journal; empty for the one whose journal this is."""
 
 
 @dataclass(slots=True, kw_only=True)

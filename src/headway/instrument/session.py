@@ -36,11 +36,13 @@ class Session:
         self._open = threading.local()
         self._stacks: dict[int, list[tuple[str, Span]]] = {}
         self._joined_ns = 0
+        self.waited = False
+        """Whether the process was kept waiting for something to do, and counts from there."""
 
-    def begin(self, asked_ns: int) -> None:
+    def begin(self, asked_ns: int, joins: bool = True) -> None:
         """Called when torch is about to be imported, at `asked_ns`: joins, and installs all hooks."""
         os.register_at_fork(after_in_child=self._forked)
-        if not runs.may_be_helper():
+        if joins and not runs.may_be_helper():
             self.join()
         imports = Patch("sys.meta_path", self.watch, "begins", self.tell)
         imports.state = "on"
@@ -56,7 +58,7 @@ class Session:
     def join(self, role: str = "", rank: int | None = None, world_size: int | None = None) -> None:
         """Takes part in the job: as a rank where something says so, else as a process that may turn out to be one."""
         if self.recorder is None:
-            run = runs.join_unasked(self.watch.began_ns)
+            run = runs.join_unasked(self.watch.began_ns, self.waited)
             self.run, self.recorder, self._joined_ns = run, run.recorder, run.recorder.now_ns()
             self.tracker = Tracker(run.recorder, self.is_evaluating)
             run.leaving.append(self._leave)

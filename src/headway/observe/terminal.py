@@ -18,7 +18,7 @@ MOST_ADVICE = 3
 MOST_FAILURES = 2
 MOST_NOTES = 3
 _GROUPS = ("start", "recover", "training", "waste", "shutdown", "unattributed")
-_STATE = {"running": "green", "ended": "cyan", "failed": "red"}
+_STATE = {"running": "green", "ended": "cyan", "stopped": "yellow", "failed": "red"}
 
 
 def render(report: dict[str, Any]) -> RenderableType:
@@ -183,7 +183,8 @@ def _failures(report: dict[str, Any]) -> list[Text]:
     for failure in report["failures"][-MOST_FAILURES:]:
         error = report["attempts"][failure["attempt"]]["error"]
         why = failure["category"] or error or "it died without a word"
-        line = Text(f"attempt {failure['attempt']} failed on {who_failed(failure['rank'])}: {plain(why)}", "red")
+        told = f": {failure['decision']}" if failure["decision"] else f" failed on {who_failed(failure['rank'])}: {why}"
+        line = Text(f"attempt {failure['attempt']}{plain(told)}", "red")
         line.no_wrap, line.overflow = True, "ellipsis"
         lines.append(line)
     return lines

@@ -1,0 +1,323 @@
+"""`headway run`: torchrun's command line, with a supervisor that restarts in a second and knows why a job failed."""
+
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headway.cli.exec import job_environment, option_of, script_of
+from headway.config import Settings
+from headway.errors import InputError, nearest
+from headway.events.clock import Clock
+from headway.events.journal import Nowhere, Writer
+from headway.events.process import command_line, describe, process_name
+from headway.events.recorder import Recorder
+from headway.events.vocabulary import Process, ProcessGone, clean_text
+from headway.launch.crew import Crew
+from headway.launch.zygote import PRELOAD
+from headway.paths import JobPaths
+from headway.run import ROLL_UP, open_somewhere, takes_the_spool
+
+if TYPE_CHECKING:
+    from headway.launch.agent import Standing, Surgery
+    from headway.launch.peers import Findings, Order
+    from headway.recover.classify import Classifier
+
+_HELP = ("-h", "--help")
+
+
+@click.command(
+    "run",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def run(words: tuple[str, ...]) -> None:
+    """Run a training script as torchrun does, and restart it in a second when it fails.
+
+    Takes torchrun's options, and some of its own: `headway run --help` lists them all.
+    """
+    if not words or words[0] in _HELP:
+        parser().print_help()
+        return
+    crew = Crew(words, _first_environment(words), _preload(option_of(words, "preload")), "--cold" not in words)
+    try:
+        code = _supervise(words, crew)
+    finally:
+        crew.close()
+    raise SystemExit(code)
+
+
+def _first_environment(words: Sequence[str]) -> dict[str, str]:
+    """What workers will find when they import torch, as far as it is known before torchrun's options are read."""
+    measured = os.environ.get("HEADWAY_DISABLE") != "1"
+    environ = job_environment(os.environ, None, words) if measured else dict(os.environ)
+    if (option_of(words, "nproc-per-node") or os.environ.get("PET_NPROC_PER_NODE", "1")) != "1":
+        environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it
+    return environ
+
+
+def _preload(given: str) -> list[str]:
+    return [*PRELOAD, *(name.strip() for name in given.split(",") if name.strip())]
+
+
+def _supervise(words: Sequence[str], crew: Crew) -> int:
+    """Reads the options, and runs the job to its end. Returns the exit code."""
+    args = parse(words)
+    from headway.launch import elastic
+    from headway.launch.agent import Agent
+
+    if note := elastic.check_version():
+        say(note)
+    if os.environ.get("HEADWAY_DISABLE") != "1":
+        os.environ.update(job_environment(os.environ, args.job, ["headway", "run", *words]))
+    config, command = elastic.launch_config(args)
+    crew.size = config.nproc_per_node
+    with Journals(words) as journals:
+        handler = elastic.rendezvous(config, journals.next_attempt)
+        judge = Judge(
+            args.max_restarts if _is_given(words, "max-restarts") else None, config.min_nodes < config.max_nodes
+        )
+        agent = Agent(
+            elastic.worker_spec(config, command, handler), config, command, crew, journals.recorder, journals.process,
+            journals.places, judge.surgery(), say, args.hang_after,
+        )  # fmt: skip
+        agent.run(config.role)
+        journals.exit_code = agent.exit_code
+        if agent.closes_rendezvous:
+            handler.shutdown()
+    return agent.exit_code
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def parser() -> ArgumentParser:
+    """torchrun's options, and headway's own."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog, parser.allow_abbrev = "headway run", False
+    parser.description = "torchrun, with a supervisor that restarts in a second and knows why a job failed."
+    own = parser.add_argument_group("headway's own")
+    own.add_argument("--job", help="Name of the job. Default: the scheduler's id, or a new name after the script.")
+    own.add_argument(
+        "--preload", default="", metavar="MODULES",
+        help="Modules that workers find imported, besides torch; separated by commas. Not what you edit meanwhile.",
+    )  # fmt: skip
+    own.add_argument("--cold", action="store_true", help="Start each worker as a fresh process.")
+    own.add_argument(
+        "--hang-after", type=float, metavar="SECONDS",
+        help="A rank hangs when it makes no step for this long. Default: by its own pace. 0: never.",
+    )  # fmt: skip
+    return parser
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """The options; InputError for one that is unknown, with the nearest that is, and for a script that is not there."""
+    options = parser()
+    known = options._option_string_actions
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
+        name, equals, _ = words[at].partition("=")
+        action = known.get(name if name.startswith("--") else name[:2])
+        if action is None:
+            raise InputError(f"there is no option {name}: {nearest(name, [key for key in known if len(key) > 2])}")
+        is_one_word = equals or (not name.startswith("--") and len(name) > 2)
+        at += 1 if action.nargs == 0 or is_one_word else 2
+    if at >= len(words):
+        raise InputError("there is no script to run: name it after the options, as in `headway run train.py`.")
+    args = options.parse_args(list(words))
+    if not args.module and not args.no_python and not os.path.exists(args.training_script):
+        raise InputError(
+            f"there is no script {args.training_script} in {os.getcwd()}. For a module use -m, for a program of "
+            "another kind --no-python."
+        )
+    return args
+
+
+def _is_given(words: Sequence[str], name: str) -> bool:
+    return bool(option_of(words, name)) or f"PET_{name.replace('-', '_').upper()}" in os.environ
+
+
+# --- journals --------------------------------------------------------------------------------------------------------
+
+
+class Journals:
+    """The supervisor's own journals: what it did, and as a launcher when it began and how it ended."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.settings = Settings.from_environment()
+        self.exit_code = 1
+        measured = self.settings.disable != "1"
+        clock = Clock()
+        job = self.settings.job or "none"
+        process = describe(os.environ, job, clock, node=self.settings.node, role="supervisor")
+        program = clean_text(script_of(words))
+        self.process = replace(process, program=program, command=command_line(["headway", "run", *words]))
+        self.recorder = self._open(self.process, measured)
+        self._launcher = self._open(replace(self.process, role="launcher"), measured)
+        self._paths = JobPaths(self.settings.home_folder, job)
+        self._attempt = -1
+
+    def _open(self, process: Process, measured: bool) -> Recorder:
+        def create(folder: Path) -> Writer:
+            return Writer(JobPaths(folder, process.job).make().journal(f"{process.role}-{process_name(process)}"))
+
+        writer, note = open_somewhere(self.settings, create) if measured else (None, "")
+        if note:
+            say(note)
+        recorder = Recorder(writer or Nowhere())
+        recorder.record(process)
+        return recorder
+
+    def __enter__(self) -> "Journals":
+        if self.settings.disable != "1" and takes_the_spool(self.settings):
+            from headway.collect import ensure_collector
+
+            spool, home = self.settings.spool_folder, self.settings.home_folder
+            if problem := ensure_collector(spool, home, self.process.job, ROLL_UP):
+                say(f"no collector could be started ({problem}). Journals stay in {spool}.")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.recorder.close()
+        self._launcher.record(ProcessGone(t_ns=time.monotonic_ns(), exit_code=self.exit_code))
+        self._launcher.close()
+
+    def places(self, name: str) -> list[Path]:
+        """Where the journal of a process of this node may lie."""
+        folders = [self.settings.home_folder, self.settings.spool_folder]
+        if takes_the_spool(self.settings):
+            folders.reverse()
+        return [JobPaths(folder, self.process.job).journal(name) for folder in folders]
+
+    def next_attempt(self) -> int:
+        """The number of the attempt that begins now: one more than any supervisor of this job has given out."""
+        try:
+            self._attempt = max(self._attempt, int(self._paths.attempts.read_text()))
+        except (OSError, ValueError):
+            pass  # this is the first, or what others counted is lost
+        self._attempt = number = self._attempt + 1
+        with suppress(OSError):  # then the next supervisor begins at 0 again, and attempts are told apart by time
+            fresh = self._paths.attempts.with_suffix(f".{os.getpid()}")
+            fresh.write_text(str(number))
+            fresh.replace(self._paths.attempts)
+        return number
+
+
+# --- judgement -------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Wires the supervisor to those who know about failures: evidence → verdict → decision → order."""
+
+    def __init__(self, max_restarts: int | None, is_elastic: bool) -> None:
+        from headway.recover.policy import History, default, first_of
+
+        settings = Settings.from_environment()
+        self._classifier = _classifier(settings.failure_rules)
+        mine = [_named(settings.policy, "HEADWAY_POLICY")] if settings.policy else []
+        self._policy = first_of(*mine, default(max_restarts))
+        self._history = History()
+        self._is_elastic = is_elastic
+
+    def surgery(self) -> "Surgery":
+        """What the agent asks."""
+        from headway.launch.agent import Surgery
+
+        return Surgery(judge=self.judge, is_effect=self.is_effect, observe=self.observe, examine_hang=self.examine_hang)
+
+    def judge(self, findings: "Findings", standing: "Standing") -> "Order":
+        """What to do about these failures."""
+        from headway.launch.peers import Order
+        from headway.recover.evidence import Evidence
+        from headway.recover.policy import Situation
+
+        root, verdict = self._classifier.root_of([Evidence(**finding) for finding in findings])
+        progressed = standing.reached > standing.best
+        history = self._history
+        situation = Situation(
+            category=verdict.category, klass=verdict.klass, action=verdict.action, rank=root.rank, node=root.node,
+            line=verdict.line, trained=standing.trained, progressed=progressed,
+            repeats=history.repeats_of(verdict.category, progressed), spent=history.spent_on(verdict.klass, progressed),
+            restarts=history.restarts, can_exclude=self._is_elastic, can_requeue="SLURM_JOB_ID" in os.environ,
+        )  # fmt: skip
+        decision = self._policy(situation)
+        assert decision is not None
+        line = clean_text(verdict.line.strip())[:120]
+        done = {"restart": "Restarting", "stop": "Not restarting", "requeue": "Requeueing", "leave": "Restarting"}
+        why = f"rank {root.rank} on {root.node} failed: {verdict.category}{f' ({line})' if line else ''}. "
+        return Order(
+            do=decision.do, why=f"{why}{done[decision.do]}: {decision.why}.", rank=root.rank, node=root.node,
+            category=verdict.category, rule=verdict.rule, line=line, wait_s=decision.wait_s,
+            environ=dict(decision.environ), spends=decision.spends,
+            seen={"klass": str(verdict.klass), "progressed": progressed},
+        )  # fmt: skip
+
+    def is_effect(self, findings: "Findings") -> bool:
+        """Whether all of these are effects of a failure elsewhere."""
+        from headway.recover.evidence import Evidence
+
+        return all(self._classifier.classify(Evidence(**finding)).klass == "cascade" for finding in findings)
+
+    def observe(self, order: "Order") -> None:
+        """Takes notice of what was decided, here or on another node."""
+        if order.category:
+            self._history.add(order.category, order.seen["klass"], order.seen["progressed"], order.spends)
+
+    def examine_hang(self, pids: Mapping[int, int], folder: Path) -> dict[int, str]:
+        """What each stuck rank hangs in."""
+        from headway.launch import dumps
+        from headway.recover import hang
+
+        finding = hang.explain(dumps.collect(pids, folder, 10.0))
+        say(finding.text)
+        return dict.fromkeys(finding.stuck_ranks or list(pids)[:1], finding.text)
+
+
+def _classifier(given: str) -> "Classifier":
+    """The rules for telling failures apart, and what the user has put before them."""
+    from headway.recover.classify import Classifier
+    from headway.recover.rules import load_rules
+
+    if given and not os.path.exists(given) and ":" in given:
+        return Classifier(ask=_named(given, "HEADWAY_FAILURE_RULES"))
+    return Classifier(load_rules(given) if given else ())
+
+
+def _named(name: str, setting: str) -> Any:
+    """The function that a setting names."""
+    from headway.recover.classify import load_callable
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a user's own module most likely is
+    try:
+        function = load_callable(name)
+    except InputError as error:
+        raise InputError(f"{setting}: {error}") from error
+
+    def ask(subject: Any) -> Any:
+        try:
+            return function(subject)
+        except Exception as error:  # a job must not end by a mistake in what was to save it
+            say(f"{setting}={name} raised {type(error).__name__}: {error}. headway decides by itself.")
+            return None
+
+    return ask
+
+
+def say(text: str) -> None:
+    """One line on stderr, if anybody reads it."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"headway: {text}", file=sys.stderr, flush=True)

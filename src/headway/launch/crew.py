@@ -1,0 +1,442 @@
+"""The workers of one node as their supervisor sees them: started warm or fresh, watched, and ended without a trace."""
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from headway.events.clock import start_ticks
+from headway.events.process import open_pidfd
+from headway.launch import sessions, streams
+from headway.launch.channel import Channel
+from headway.launch.worker import Assignment, folder_modules, send_assignment
+
+PATIENCE_S = 120.0
+"""Longest wait for the zygote's imports; after that, workers are started without it."""
+
+_BEGIN = "import sys; sys.flags.safe_path or sys.path.__setitem__(0, '/dev/null'); "
+"""Modules of the folder that this was started in must not be found before the program's own place is known."""
+_ZYGOTE = _BEGIN + "from headway.launch.entry import as_zygote; as_zygote()"
+_WORKER = _BEGIN + "from headway.launch.entry import as_worker; as_worker()"
+
+_READ_AT_IMPORT = (
+    "TORCH",
+    "PYTORCH",
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "LD_",
+    "MALLOC_",
+    "PYTHON",
+    "TRITON",
+)
+"""Variables that libraries read when they are imported: a zygote that saw others would pass on the wrong behaviour."""
+_READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_", "TORCH_GLOO", "TORCH_FR_")
+"""Of these, the ones that are read when a process group is made."""
+_CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+"""What torchrun catches: in its workers these are never ignored, whatever it was itself started with."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process. Without an assignment it is a standby."""
+
+    channel: Channel
+    pid: int = 0
+    pidfd: int = -1
+    ticks: int = 0
+    """Its start in kernel ticks."""
+    warm: bool = True
+    assignment: Assignment | None = None
+    exit_code: int | None = None
+    """Negative for a signal, as `subprocess` has it."""
+    gone_ns: int = 0
+    """When it was seen to have ended; 0 while it lives."""
+    said_code: int | None = None
+    """The exit code it announced before its interpreter was taken down, and when."""
+    said_ns: int = 0
+    exception: str = ""
+    exception_ns: int = 0
+    mute: bool = False
+    """It has closed its end: it is no Python, or closes what is not its own."""
+    stopped: bool = False
+    """It was told to end: how it did says nothing."""
+
+    @property
+    def failed_ns(self) -> int:
+        """When it failed, as far as is known; 0 if it has not."""
+        if self.exception_ns:
+            return self.exception_ns
+        if self.said_code:
+            return self.said_ns
+        return self.gone_ns if self.gone_ns and self.code != 0 else 0
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; the one it announced, if it has not ended yet or was ended."""
+        is_final = self.said_code is None or (self.gone_ns and not self.stopped)
+        return self.exit_code if is_final else self.said_code
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its program has ended well."""
+        return self.code == 0 and (self.said_code == 0 or self.gone_ns > 0)
+
+    def hear(self, now_ns: int) -> None:
+        """Takes what it says, and notices its end."""
+        self._take_messages()
+        if self.pidfd >= 0 and _is_readable(self.pidfd):
+            self._take_messages()  # its last words
+            self._bury(now_ns)
+        elif self.mute and not self.pid:
+            self.gone_ns = now_ns  # it never came up
+
+    def _take_messages(self) -> None:
+        if self.mute:
+            return
+        messages, is_open = self.channel.arrived()
+        self.mute = not is_open
+        for message in messages:
+            if "pid" in message:
+                self._introduce(int(message["pid"]))
+            elif "exception" in message:
+                self.exception, self.exception_ns = message["exception"], message["at_ns"]
+            elif "ends" in message:
+                self.said_code, self.said_ns = message["ends"], message["at_ns"]
+
+    def dismiss(self) -> None:
+        """Lets go of a standby: it ends by itself when it sees that."""
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def _introduce(self, pid: int) -> None:
+        if not self.pid:
+            self.pid, self.ticks = pid, start_ticks(pid) or 0
+            self.pidfd = open_pidfd(pid)
+
+    def _bury(self, now_ns: int) -> None:
+        self.gone_ns = now_ns
+        with suppress(ChildProcessError):
+            self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.dismiss()
+
+
+@dataclass
+class Zygote:
+    """The process that forks warm workers, and what it said of itself."""
+
+    pid: int
+    pidfd: int
+    control: Channel
+    environ: Mapping[str, str]
+    until: float
+    """How long to wait for its imports."""
+    heard: bool = False
+    dead: bool = False
+    unfit: str = ""
+    """Why it cannot be forked."""
+    failed: dict[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """The top-level modules it has imported, and the folder of each."""
+
+    def hear(self) -> None:
+        """Takes what it says of itself."""
+        if self.dead:
+            return
+        messages, is_open = self.control.arrived()
+        for message in messages:
+            self.heard, self.unfit, self.failed = True, message["unfit"], message["failed"]
+            self.modules = message["modules"]
+        if not is_open:
+            self.dead = True
+            self.unfit = self.unfit or ("it died" if self.heard else "it died of an import")
+
+
+class Crew:
+    """All workers of this node, and the zygote and standbys behind them.
+
+    Everything is called from the main thread: the kernel ends a worker when the *thread* that is its parent does.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], preload: Sequence[str], warm: bool = True,
+        patience_s: float = PATIENCE_S,
+    ) -> None:  # fmt: skip
+        self.size = 0
+        """How many standbys to have ready."""
+        self.workers: list[Worker] = []
+        self.note: Callable[[str], None] = lambda text: None
+        """Called with what a user should know."""
+        self._command, self._preload, self._warm = list(command), list(preload) if warm else [], warm
+        self._patience_s = patience_s
+        self._is_closed = self._forks = False
+        self._standbys: list[Worker] = []
+        self._leaders: set[int] = set()
+        streams.fill_gaps()
+        sessions.adopt_orphans()
+        self._zygote = self._start_zygote(environ)
+
+    # --- starting ---
+
+    def start(self, assignments: Sequence[Assignment], outputs: Sequence[Sequence[int]]) -> None:
+        """Starts one worker for each assignment, with these descriptors for its output."""
+        self.size = len(assignments)
+        self._renew_zygote(assignments[0].environ)
+        why = self.why_fresh(assignments[0])
+        self._forks = not why
+        if why:
+            self._dismiss_standbys()
+            self.note(f"workers start fresh: {why}.")
+        self.workers = [
+            self._start_one(assignment, list(fds), self._forks)
+            for assignment, fds in zip(assignments, outputs, strict=True)
+        ]
+        self._leaders |= {worker.pid for worker in self.workers}
+        self._guard()
+
+    def get_ready(self) -> None:
+        """Has standbys made for the next start; to be called when the workers are at work."""
+        if self._zygote.dead and self._zygote.heard:  # one that dies of an import would again
+            before = self._zygote
+            self._bury_zygote()
+            self._zygote = self._start_zygote(before.environ)
+            self._zygote.modules = before.modules
+            self._guard()
+        missing = self.size - self._ready()
+        self._order(missing if self._forks else 0)
+        self._reap_others()
+
+    def _ready(self) -> int:
+        """How many standbys there are."""
+        for worker in self._standbys:
+            worker.hear(time.monotonic_ns())
+            if worker.gone_ns:
+                worker.dismiss()
+        self._standbys = [worker for worker in self._standbys if not worker.gone_ns]
+        return len(self._standbys)
+
+    def why_fresh(self, assignment: Assignment) -> str:
+        """Why this assignment cannot be given to a forked worker; empty if it can. Waits for the zygote's imports."""
+        if not self._warm:
+            return "warm workers are switched off"
+        if assignment.kind == "program":
+            return "the program is not run by this Python"
+        is_staffed = self._ready() >= self.size and all(worker.pid for worker in self._standbys)
+        if not is_staffed and (why := self._why_unfit()):
+            return why
+        folder = _folder(assignment)
+        found = self._zygote.modules
+        shadowed = sorted(
+            name for name in folder_modules(folder) - {"headway", "__main__"} if found.get(name, folder) != folder
+        )
+        return f"{folder} has modules of its own called {', '.join(shadowed)}" if shadowed else ""
+
+    def _why_unfit(self) -> str:
+        zygote = self._zygote
+        while not zygote.heard and not zygote.dead and (left := zygote.until - time.monotonic()) > 0:
+            _wait([zygote.control.fileno()], left)
+            zygote.hear()
+        for name, error in zygote.failed.items():
+            self.note(f"{name} cannot be preloaded ({error}): the workers go on without it.")
+        zygote.failed = {}
+        if zygote.unfit:
+            return f"the zygote cannot be forked ({zygote.unfit})"
+        return "" if zygote.heard else f"the preloaded imports took more than {self._patience_s:g} s"
+
+    def _start_one(self, assignment: Assignment, fds: list[int], warm: bool) -> Worker:
+        while warm:
+            if not self._standbys:
+                self._order(1)
+            worker = self._standbys.pop(0)
+            if self._comes_up(worker) and send_assignment(worker.channel, assignment, fds):
+                worker.assignment = assignment
+                return worker
+            worker.dismiss()
+            self._zygote.hear()
+            if self._zygote.unfit:
+                self.note(f"a worker starts fresh: the zygote cannot be forked ({self._zygote.unfit}).")
+                break
+        worker = self._spawn(assignment)
+        send_assignment(worker.channel, assignment, fds)
+        return worker
+
+    def _comes_up(self, worker: Worker) -> bool:
+        until = time.monotonic() + self._patience_s
+        while not worker.pid and not worker.gone_ns and (left := until - time.monotonic()) > 0:
+            _wait([worker.channel.fileno()], left)
+            worker.hear(time.monotonic_ns())
+        return bool(worker.pid) and not worker.gone_ns
+
+    def _spawn(self, assignment: Assignment) -> Worker:
+        ours, theirs = Channel.pair()
+        words = [str(theirs.fileno()), str(os.getpid()), *assignment.argv]
+        pid = _spawn_python(_WORKER, words, assignment.environ, theirs)
+        worker = Worker(ours, warm=False, assignment=assignment)
+        worker._introduce(pid)
+        return worker
+
+    # --- the zygote ---
+
+    def _start_zygote(self, environ: Mapping[str, str]) -> Zygote:
+        ours, theirs = Channel.pair()
+        words = [str(theirs.fileno()), str(os.getpid()), ",".join(self._preload), script_folder(self._command)]
+        pid = _spawn_python(_ZYGOTE, [*words, *self._command], environ, theirs)
+        return Zygote(pid, open_pidfd(pid), ours, dict(environ), time.monotonic() + self._patience_s)
+
+    def _renew_zygote(self, environ: Mapping[str, str]) -> None:
+        """Starts another one if this one imported its modules under settings that the workers are not to have."""
+        differ = sorted(import_settings(environ).items() ^ import_settings(self._zygote.environ).items())
+        if differ and self._warm:
+            self.note(f"the zygote starts again: {differ[0][0]} has changed.")
+            self._dismiss_standbys()
+            self._bury_zygote()
+            self._zygote = self._start_zygote(environ)
+            self._order(self.size)
+
+    def _order(self, count: int) -> None:
+        for _ in range(count if self._warm else 0):
+            ours, theirs = Channel.pair()
+            self._zygote.control.send({}, [theirs.fileno()])
+            theirs.close()
+            self._standbys.append(Worker(ours))
+
+    def _guard(self) -> None:
+        self._zygote.control.send({"guard": sorted(self._leaders)})
+
+    def _bury_zygote(self) -> None:
+        self._zygote.control.send({"guard": []})
+        self._zygote.control.close()
+        with suppress(ProcessLookupError):
+            os.kill(self._zygote.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self._zygote.pid, 0)
+        os.close(self._zygote.pidfd)
+
+    def _dismiss_standbys(self) -> None:
+        for worker in self._standbys:
+            worker.dismiss()
+        self._standbys.clear()
+
+    # --- watching ---
+
+    def look(self, timeout_s: float, wake_fds: Sequence[int] = ()) -> bool:
+        """Waits until a worker says something or ends, or one of the other descriptors is readable; takes in what
+        happened. False if nothing did."""
+        living = [worker for worker in self.workers if not worker.gone_ns]
+        fds = [worker.pidfd for worker in living] + [w.channel.fileno() for w in living if not w.mute]
+        if not self._zygote.dead:
+            fds.append(self._zygote.control.fileno())
+        happened = _wait([*fds, *wake_fds], timeout_s)
+        now_ns = time.monotonic_ns()
+        for worker in self.workers:
+            if not worker.gone_ns:
+                worker.hear(now_ns)
+        self._zygote.hear()
+        return happened
+
+    # --- ending ---
+
+    def stop(self, number: int, grace_s: float) -> list[int]:
+        """Ends all workers and whatever they started: by this signal, and after a grace time by SIGKILL. Returns the
+        processes that the kernel will not let go."""
+        leaders = {worker.pid for worker in self.workers if worker.pid}
+        for worker in self.workers:
+            if not worker.gone_ns:
+                worker.stopped = True
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, number)
+        until = time.monotonic() + grace_s
+        while any(not worker.gone_ns for worker in self.workers) and (left := until - time.monotonic()) > 0:
+            self.look(min(left, 0.5))
+        stuck = sessions.end(leaders)
+        for worker in self.workers:
+            if not worker.gone_ns and worker.pid not in stuck:
+                _wait([worker.pidfd], 1.0)
+                worker.hear(time.monotonic_ns())
+        self._reap_others()
+        self._leaders -= leaders - set(stuck)
+        self._guard()
+        return stuck
+
+    def _reap_others(self) -> None:
+        self._ready()  # their names may have come just now
+        sessions.reap_others({worker.pid for worker in (*self.workers, *self._standbys)} | {self._zygote.pid})
+
+    def close(self) -> None:
+        """Ends everything there is."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.stop(signal.SIGKILL, 0)
+        self._dismiss_standbys()
+        self._bury_zygote()
+
+
+def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries read when they are imported."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_LATER)
+    }
+
+
+def script_folder(command: Sequence[str]) -> str:
+    """Where the modules beside the script of this command line are; without a script, the working directory."""
+    scripts = (word for word in command if word.endswith(".py") and os.path.isfile(word))
+    return os.path.dirname(os.path.realpath(next(scripts, "x")))
+
+
+def _folder(assignment: Assignment) -> str:
+    """What will be first on the program's path."""
+    if assignment.kind == "module":
+        return os.getcwd()
+    path = os.path.realpath(assignment.argv[0])
+    return path if os.path.isdir(path) else os.path.dirname(path)
+
+
+def _spawn_python(code: str, words: Sequence[str], environ: Mapping[str, str], channel: Channel) -> int:
+    """Starts this Python with a line of code, in a session of its own, holding a channel and nothing else of ours."""
+    others = [fd for fd in _open_fds() if fd > 2 and os.get_inheritable(fd)]
+    os.set_inheritable(channel.fileno(), True)
+    try:
+        return os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-u", "-c", code, *words],
+            dict(environ),
+            file_actions=[(os.POSIX_SPAWN_CLOSE, fd) for fd in others],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=_CAUGHT,
+        )
+    finally:
+        channel.close()
+
+
+def _open_fds() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was that of the listing itself
+            os.fstat(int(name))
+            found.append(int(name))
+    return found
+
+
+def _wait(fds: Sequence[int], timeout_s: float) -> bool:
+    poller = select.poll()
+    for fd in fds:
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+    return bool(poller.poll(max(0.0, timeout_s) * 1000))
+
+
+def _is_readable(fd: int) -> bool:
+    return _wait([fd], 0)

@@ -1,0 +1,116 @@
+"""How far the ranks of this node are, read from their journals while they write them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from headway.events.journal import Cell, Follower
+from headway.events.vocabulary import (
+    KNOWN_NAMES,
+    Activity,
+    LoopBegin,
+    Record,
+    Restored,
+    Saved,
+    SpanBegin,
+    SpanEnd,
+)
+
+PATIENCE_S, PATIENCE_STEPS, PATIENCE_PAUSES = 60.0, 20, 3
+"""Nothing has happened for too long when it is longer than each of these: seconds, typical steps, longest pauses."""
+
+BUSY_FACTOR = 10
+"""How much longer a rank may be at something that is known to take its time."""
+
+_SLOW = {
+    KNOWN_NAMES[activity]
+    for activity in (
+        Activity.PT2_COMPILATION, Activity.CHECKPOINT_BLOCKING, Activity.CHECKPOINT_RESTORE, Activity.EVALUATION,
+        Activity.DATA_SKIP, Activity.PUBLISH,
+    )
+}  # fmt: skip
+
+
+class Lineage:
+    """What is known of the job's steps over all attempts of this supervisor's life."""
+
+    def __init__(self) -> None:
+        self.saved: dict[str, int] = {}
+        """The step that each checkpoint holds, by path and by file."""
+        self.reached = 0
+        """The first step that no attempt has done yet."""
+
+
+class RankWatch:
+    """One rank's steps and pauses."""
+
+    def __init__(self, places: Iterable[Path], lineage: Lineage) -> None:
+        self._followers = [Follower(path) for path in places]
+        self._lineage = lineage
+        self._restored: int | None = None
+        self._shift = 0
+        self._cell: Cell | None = None
+        self._slow: set[int] = set()
+        self._began: tuple[int, int] | None = None
+        self.longest_ns = self.typical_ns = self.last_ns = 0
+        self.steps = 0
+        """Steps done in this attempt."""
+        self.next = 0
+        """The job's step that comes next."""
+
+    def poll(self) -> None:
+        """Takes in what it has written since."""
+        for follower in self._followers:
+            batch = follower.poll()
+            for record in batch.records:
+                self._take(record)
+            if batch.cell is not None:
+                self._advance(batch.cell)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is at something that takes its time, or outside its loop."""
+        return bool(self._slow) or self._cell is None or self._cell.since_ns == -1
+
+    def patience_ns(self) -> int:
+        """How long it may go without a step."""
+        patience = max(PATIENCE_S * 1e9, PATIENCE_STEPS * self.typical_ns, PATIENCE_PAUSES * self.longest_ns)
+        return int(patience * (BUSY_FACTOR if self.is_busy else 1))
+
+    def _take(self, record: Record) -> None:
+        match record:
+            case SpanBegin() if record.name in _SLOW:
+                self._slow.add(record.span)
+            case SpanEnd():
+                self._slow.discard(record.span)
+            case Restored():
+                step = record.step
+                if step is None:
+                    step = next((self._lineage.saved[k] for k in _keys(record) if k in self._lineage.saved), None)
+                self._restored = step if step is not None else self._restored
+            case LoopBegin() if self._began is None:
+                self._began = (record.first, record.t_ns)
+                self._shift = max(0, (self._restored or 0) - record.first)
+                self.last_ns = record.t_ns
+            case Saved():
+                for key in _keys(record):
+                    self._lineage.saved[key] = record.step + self._shift
+
+    def _advance(self, cell: Cell) -> None:
+        before, self._cell = self._cell, cell
+        if self._began is None:
+            return
+        self.next = cell.next + self._shift
+        done = cell.next - self._began[0]
+        if done > self.steps:
+            if self.steps:
+                each = (cell.end_ns - self.last_ns) // (done - self.steps)
+                self.longest_ns = max(self.longest_ns, each)
+                self.typical_ns = (cell.end_ns - cell.begin_ns) // cell.count if cell.count else self.typical_ns or each
+            self.steps, self.last_ns = done, max(cell.end_ns, self.last_ns)
+            self._lineage.reached = max(self._lineage.reached, self.next)
+        elif before is not None and before.since_ns == -1 and cell.since_ns != -1:
+            self.last_ns = max(self.last_ns, cell.end_ns)  # the loop goes on: what came between was none of it
+
+
+def _keys(record: Saved | Restored) -> list[str]:
+    return [key for key in (record.file, record.path) if key]

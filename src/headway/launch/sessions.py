@@ -1,0 +1,92 @@
+"""Whole families of processes: each worker leads a session of its own, and is ended together with all that is in it.
+
+That is all a worker starts, in whatever process group and however orphaned, except what leaves the session by
+`setsid`: whoever does that wants to outlive the worker, as under torchrun.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def adopt_orphans() -> None:
+    """Makes this process the new parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends; ends it now if that is too late."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Takes that back."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
+
+
+def members(leaders: Collection[int]) -> list[int]:
+    """The living processes of the sessions that these processes lead, or led."""
+    found = []
+    for name in os.listdir("/proc") if leaders else ():
+        if name.isdecimal():
+            state, session = _state_and_session(int(name))
+            if session in leaders and state not in ("Z", "X"):
+                found.append(int(name))
+    return found
+
+
+def send(number: int, leaders: Collection[int]) -> None:
+    """Sends a signal to every process of these sessions."""
+    for pid in members(leaders):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end(leaders: Collection[int], patience_s: float = 5.0) -> list[int]:
+    """Kills all that is in these sessions, also what they start meanwhile. Returns what cannot be killed: a process
+    that the kernel holds in a call to a device or a file system."""
+    until = time.monotonic() + patience_s
+    while (alive := members(leaders)) and time.monotonic() < until:
+        send(signal.SIGKILL, leaders)
+        time.sleep(0.001)
+    return alive
+
+
+def reap_others(ours: Collection[int]) -> None:
+    """Takes the ended children that were adopted: nobody else will ask how they ended. Those of this process's own
+    session it started itself, and somebody here is waiting for them."""
+    for pid in _children():
+        state, session = _state_and_session(pid)
+        if pid not in ours and state == "Z" and session != os.getsid(0):
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _state_and_session(pid: int) -> tuple[str, int]:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0].decode(), int(fields[3])

@@ -1,0 +1,139 @@
+"""Where workers' output goes: to the console as ever, with the last lines of stderr kept as evidence."""
+
+import fcntl
+import os
+import pty
+import select
+import termios
+import threading
+import tty
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+KEPT_BYTES = 64 * 1024
+"""What is kept of each worker's stderr: its end."""
+
+
+def fill_gaps() -> None:
+    """Opens `/dev/null` in place of a standard stream that is closed: the next file to be opened would take its place,
+    and what is printed would go there."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free, and so this one
+
+
+class Tap:
+    """Passes workers' stderr on to the console and keeps the end of each.
+
+    Where the console is a terminal, workers get one too: what they print there depends on it. One thread serves all,
+    so that no worker ever waits for a supervisor that is busy.
+    """
+
+    def __init__(self, console_fd: int = 2) -> None:
+        self._console = console_fd
+        self._is_terminal = os.isatty(console_fd)
+        self._ends: dict[int, bytearray] = {}
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._wake_r, select.POLLIN)
+        self._idle = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="headway-stderr", daemon=True)
+        self._thread.start()
+
+    def open(self) -> "tuple[int, Kept]":
+        """A descriptor to give a worker, to be closed here then; and what will be kept of what it prints."""
+        ours, theirs = self._terminal() if self._is_terminal else os.pipe2(os.O_CLOEXEC)
+        self._ends[ours] = end = bytearray()
+        self._poller.register(ours, select.POLLIN)
+        self._wake()
+        return theirs, Kept(lambda: self._text(end))
+
+    def settle(self, timeout_s: float = 0.2) -> None:
+        """Waits until what has been printed so far is taken in."""
+        with self._idle:
+            self._wake()
+            self._idle.wait(timeout_s)
+
+    def close(self) -> None:
+        """Passes on what is left, and stops."""
+        self._closing = True
+        self._wake()
+        self._thread.join(1.0)
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # it will wake up anyhow
+            os.write(self._wake_w, b"w")
+
+    def _text(self, end: bytearray) -> str:
+        self.settle()
+        return bytes(end).decode("utf-8", "replace")
+
+    def _terminal(self) -> tuple[int, int]:
+        ours, theirs = pty.openpty()
+        with suppress(termios.error, OSError):
+            tty.setraw(theirs)
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(self._console, termios.TIOCGWINSZ, b"\0" * 8))
+        for fd in (ours, theirs):
+            os.set_inheritable(fd, False)
+        return ours, theirs
+
+    def _serve(self) -> None:
+        while True:
+            ready = self._poller.poll()
+            fds = [fd for fd, _ in ready if fd != self._wake_r]
+            for fd in fds:
+                self._pass_on(fd)
+            if not fds:
+                with suppress(BlockingIOError):
+                    os.read(self._wake_r, 4096)
+                with self._idle:
+                    self._idle.notify_all()
+                if self._closing:
+                    return
+
+    def _pass_on(self, fd: int) -> None:
+        try:
+            data = os.read(fd, 1 << 16)
+        except OSError:  # a terminal that nobody holds any more
+            data = b""
+        if not data:
+            self._poller.unregister(fd)
+            os.close(fd)
+            self._ends.pop(fd, None)
+            return
+        end = self._ends[fd]
+        end += data
+        del end[:-KEPT_BYTES]
+        with suppress(OSError):  # nobody reads the console: the workers go on
+            _write_all(self._console, data)
+
+
+class Kept:
+    """The end of what one worker printed on stderr."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self.text = text
+
+    @classmethod
+    def of_file(cls, path: str) -> "Kept":
+        """The end of a log file."""
+        return cls(lambda: _end_of(Path(path)))
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - KEPT_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

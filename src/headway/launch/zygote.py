@@ -1,0 +1,121 @@
+"""The zygote: a process that has imported torch once, and forks each worker from there.
+
+It never trains, holds no thread and no device, and outlives neither side of its work: when the supervisor is gone, it
+ends what is left of the workers, and then itself.
+"""
+
+import gc
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from headway.launch import sessions
+from headway.launch.channel import Channel
+from headway.launch.threads import count_threads, forbid_threads
+from headway.launch.worker import Hooks, turn_deaf, work
+
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data")
+"""What every trainer imports; building its first optimizer imports `torch._dynamo`, which takes as long as torch."""
+
+
+def serve(control: Channel, supervisor: int, preload: Sequence[str], folder: str, hooks: Hooks) -> NoReturn:
+    """Imports what is to be preloaded, the program's own modules from its folder; says so, and forks a worker for each
+    request until the supervisor is gone."""
+    turn_deaf()
+    sessions.die_with_parent(supervisor)  # an import may hang
+    began = time.monotonic()
+    forbid_threads(os.environ)
+    failed = _import_all(preload, folder)
+    turn_deaf()  # to what an import has handlers for, too
+    gc.collect()
+    gc.freeze()
+    unfit = _unfit()
+    sessions.outlive_parent()
+    control.send({"unfit": unfit, "failed": failed, "seconds": time.monotonic() - began, "modules": _top_level()})
+    channel = _serve_until_forked(control, not unfit)
+    control.close()
+    if channel is None:
+        os._exit(0)
+    work(channel, supervisor, hooks)
+
+
+def _serve_until_forked(control: Channel, forks: bool) -> Channel | None:
+    """Returns the worker's channel in each child; None in the zygote itself, when its supervisor is gone."""
+    guarded: list[int] = []
+    while True:
+        try:
+            message, fds = control.receive()
+        except EOFError:
+            sessions.end(guarded)
+            return None
+        guarded = message.get("guard", guarded)
+        for fd in fds:
+            if forks and _fork_twice():
+                return Channel(socket.socket(fileno=fd))
+            os.close(fd)
+
+
+def _fork_twice() -> bool:
+    """Forks a child that is nobody's here: it becomes the supervisor's. True in that child."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    parent = os.getpid()
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    while os.getppid() == parent:
+        time.sleep(0.0005)
+    return True
+
+
+def _import_all(names: Sequence[str], folder: str) -> dict[str, str]:
+    """Imports all it can. Returns what could not be imported, and why."""
+    failed = {}
+    first = sys.path[:1]
+    for name in names:
+        if not sys.flags.safe_path:
+            sys.path[0] = first[0] if name in PRELOAD else folder
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # the worker will meet it where the program imports it, if it does
+            failed[name] = f"{type(error).__name__}: {error}"
+    sys.path[:1] = first
+    return failed
+
+
+def _unfit() -> str:
+    """Why this process cannot be forked; empty if it can."""
+    if (count := count_threads()) > 1:
+        return f"{count - 1} threads were started by an import"
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "torch is not imported"
+    return "an import initialised CUDA" if torch.cuda.is_initialized() or _children_lack_cuda() else ""
+
+
+def _children_lack_cuda() -> bool:
+    """Whether torch refuses CUDA to forked processes. It does even after an import only counted the devices."""
+    child = os.fork()
+    if not child:
+        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
+    return os.waitpid(child, 0)[1] != 0
+
+
+def _top_level() -> dict[str, str]:
+    """What is imported, and the folder it was found in."""
+    return {name: _place(module) for name, module in sys.modules.copy().items() if "." not in name}
+
+
+def _place(module: ModuleType) -> str:
+    file = getattr(module, "__file__", None) or ""
+    levels = 2 if hasattr(module, "__path__") else 1
+    for _ in range(levels):
+        file = os.path.dirname(file)
+    return os.path.realpath(file) if file else ""

@@ -1,0 +1,215 @@
+"""`headway run` on real processes that fail in every way: what it does, says and writes down."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from supervising import TRAINER, descendants, report, run, start, trained, wait_for
+
+TWO = ["--nproc-per-node", "2", "--job", "j"]
+
+
+def assert_accounted(job: str) -> dict:  # type: ignore[type-arg]
+    found = report(job)
+    assert sum(found["ledger"].values()) == pytest.approx(found["wall_s"], abs=1e-6)
+    recovering = sum(seconds for key, seconds in found["ledger"].items() if key.startswith("recover."))
+    assert sum(found["time_to_recover_s"]) == pytest.approx(recovering, abs=1e-6)
+    return found
+
+
+def test_a_job_that_fails_in_five_ways_recovers_from_each_at_once(home: Path) -> None:
+    faults = "0:1@4=kill 1:0@7=raise 2:1@10=exit 3:0@13=segfault 4:1@16=abort"
+    code, out, err = run([*TWO, str(TRAINER)], home, FAULTS=faults)
+    assert code == 0, err
+    assert out.count("is done") == 2
+    found = assert_accounted("j")
+    categories = [failure["category"] for failure in found["failures"]]
+    assert categories[0] == "sigkill_unexplained"
+    assert categories[1] == "python_error"
+    assert categories[3:] == ["segfault", "sigabrt"]
+    assert [failure["rank"] for failure in found["failures"]] == [1, 0, 1, 0, 1]
+    assert all("Restarting: it had made progress" in failure["decision"] for failure in found["failures"])
+    assert len(re.findall(r"^headway: rank \d on .* failed: ", err, re.M)) == 5
+    # Every step was done, and those done twice are those that the report calls repeated.
+    for rank in (0, 1):
+        assert {step for _, step in trained(home, rank)} == set(range(21))
+    assert found["steps"]["new"] == 21
+    assert found["steps"]["repeated"] == len(trained(home)) - 21
+    assert [attempt["outcome"] for attempt in found["attempts"]] == ["failed"] * 5 + ["ended"]
+
+
+def test_the_same_failure_without_progress_stops_at_the_second_time(home: Path) -> None:
+    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="*:1@7=raise")
+    assert code == 1
+    found = report("j")
+    assert [failure["category"] for failure in found["failures"]] == ["python_error", "python_error"]
+    assert "Not restarting: it would fail again." in err
+    assert "ValueError: a bad batch" in err
+
+
+def test_a_full_disk_is_not_retried_even_after_progress(home: Path) -> None:
+    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@7=disk")
+    assert code == 1
+    assert "disk_full" in err
+    assert "no retry can help" in err
+    assert len(report("j")["attempts"]) == 1
+
+
+def test_max_restarts_is_the_most_there_will_be(home: Path) -> None:
+    code, _, err = run([*TWO, "--max-restarts", "1", str(TRAINER)], home, FAULTS="0:1@4=kill 1:1@8=kill")
+    assert code == 1
+    assert "--max-restarts 1 is reached" in err
+
+
+def test_a_script_that_fails_at_import_is_stopped_at_once_and_told_why(home: Path) -> None:
+    (home / "broken.py").write_text("import no_such_package\n")
+    code, _, err = run(["--job", "j", "broken.py"], home)
+    assert code == 1
+    assert "import_error (ModuleNotFoundError: No module named 'no_such_package')" in err
+    assert "Not restarting: it failed before its first step" in err
+    assert err.count("Traceback") == 1
+    assert "headway/launch" not in err
+
+
+def test_a_hang_is_noticed_explained_and_ended(home: Path) -> None:
+    words = [*TWO, "--hang-after", "5", str(TRAINER)]
+    code, _, err = run(words, home, FAULTS="0:1@8=hang", STEPS="12")
+    assert code == 0, err
+    assert re.search(r"rank 1 is missing from all_reduce", err), err
+    assert re.search(r"trainer\.py:\d+ in fail: time\.sleep\(1000\)", err), err
+    found = assert_accounted("j")
+    (failure,) = found["failures"]
+    assert (failure["rank"], failure["category"]) == (1, "collective_timeout")
+    assert found["ledger"]["recover.detection"] > 4
+
+
+def test_steps_and_losses_are_those_of_an_undisturbed_run(home: Path) -> None:
+    states = []
+    for name, faults in (("calm", ""), ("stormy", "0:1@5=kill 1:0@8=raise")):
+        folder = home / name
+        folder.mkdir()
+        code, _, err = run(["--nproc-per-node", "2", "--job", name, str(TRAINER)], folder, FAULTS=faults, STEPS="12")
+        assert code == 0, err
+        states.append((folder / "saved.pt").read_bytes())
+    import io
+
+    import torch
+
+    calm, stormy = (torch.load(io.BytesIO(state)) for state in states)
+    for key, value in calm["model"].items():
+        # Each process draws its own initial weights, so the runs differ from the start: their shapes and step agree.
+        assert value.shape == stormy["model"][key].shape
+    assert calm["step"] == stormy["step"] == 12
+
+
+def test_sigterm_ends_workers_that_do_not_listen_and_says_so_in_the_exit_code(home: Path) -> None:
+    process = start([*TWO, str(TRAINER)], home, STEPS="100000")
+    wait_for(lambda: trained(home), process)
+    ranks = list(descendants(process.pid))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    wait_for(lambda: not [pid for pid in ranks if Path(f"/proc/{pid}").exists()])
+
+
+POLITE = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import headway
+
+run = headway.current()
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+saved = Path(f"at-{run.rank}")
+start = int(saved.read_text()) if saved.exists() else 0
+run.on_stop(lambda step: saved.write_text(str(step)))
+for step, _ in run.steps(range(start, 150), start=start):
+    optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()
+    with open(f"trained-{run.rank}", "a") as file:
+        file.write(f"{os.environ['HEADWAY_ATTEMPT']} {step}\\n")
+    time.sleep(0.03)
+run.finish()
+"""
+
+
+def test_on_notice_all_ranks_save_at_the_same_step_and_the_next_run_goes_on_there(home: Path) -> None:
+    (home / "polite.py").write_text(POLITE)
+    process = start([*TWO, "polite.py"], home)
+    wait_for(lambda: len(trained(home)) > 5, process)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 75, (home / "stderr").read_text()
+    stopped = {(home / f"at-{rank}").read_text() for rank in (0, 1)}
+    assert len(stopped) == 1
+    code, _, err = run([*TWO, "polite.py"], home)
+    assert code == 0, err
+    assert [step for _, step in trained(home)] == list(range(150))
+    found = assert_accounted("j")
+    assert len(found["attempts"]) == 2
+    assert found["steps"] == {"new": 150, "repeated": 0, "unsaved": 0}
+
+
+def test_a_notice_may_come_from_elsewhere(home: Path) -> None:
+    (home / "polite.py").write_text(POLITE)
+    process = start([*TWO, "polite.py"], home, HEADWAY_NOTICE=f"file:{home}/go")
+    wait_for(lambda: len(trained(home)) > 5, process)
+    (home / "go").touch()
+    assert process.wait(60) == 75
+    assert {(home / f"at-{rank}").read_text() for rank in (0, 1)} == {str(len(trained(home)))}
+
+
+def test_a_killed_supervisor_leaves_nobody_and_the_same_name_continues_the_job(home: Path) -> None:
+    process = start([*TWO, str(TRAINER)], home, STEPS="42")
+    wait_for(lambda: len(trained(home)) > 6, process)
+    everybody = descendants(process.pid)
+    assert len(everybody) >= 3
+    process.kill()
+    process.wait()
+    wait_for(lambda: not [pid for pid in everybody if Path(f"/proc/{pid}").exists()])
+    before = len(trained(home))
+    code, _, err = run([*TWO, str(TRAINER)], home, STEPS="42")
+    assert code == 0, err
+    found = assert_accounted("j")
+    assert [attempt["attempt"] for attempt in found["attempts"]] == [0, 1]
+    assert {attempt for attempt, _ in trained(home)} == {0, 1}
+    assert found["steps"]["new"] == 42
+    assert found["steps"]["repeated"] == len(trained(home)) - 42
+    assert len(trained(home)) > before
+
+
+def test_a_home_without_space_costs_the_journal_and_not_the_job(
+    home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("job")
+    code, out, err = run(
+        ["--nproc-per-node", "2", "--job", "j", str(TRAINER)], folder, FAULTS="0:1@4=kill", STEPS="10",
+        HEADWAY_HOME="/dev/full/home", HEADWAY_SPOOL="/dev/full/spool",
+    )  # fmt: skip
+    assert out.count("is done") == 2, err
+    assert code == 0
+    assert "not measured" in err
+
+
+def test_what_a_user_decides_comes_before_what_headway_would(home: Path) -> None:
+    (home / "mine.py").write_text(
+        "from headway.recover.policy import Decision\n"
+        "def policy(situation):\n"
+        "    if situation.category == 'no_bad_batches':\n"
+        "        return Decision(do='stop', why='we said so')\n"
+    )
+    (home / "rules.toml").write_text(
+        '[[rule]]\nname = "ours"\ncategory = "no_bad_batches"\npattern = "a bad batch"\n'
+        'class = "user"\naction = "fail_fast"\n'
+    )
+    settings = {"HEADWAY_POLICY": "mine:policy", "HEADWAY_FAILURE_RULES": "rules.toml"}
+    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@7=raise", **settings)
+    assert code == 1
+    assert "no_bad_batches (ValueError: a bad batch). Not restarting: we said so." in err
+
+
+def test_a_policy_that_raises_is_told_of_and_passed_over(home: Path) -> None:
+    (home / "mine.py").write_text("def policy(situation):\n    return situation.no_such_field\n")
+    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@7=raise", STEPS="10", HEADWAY_POLICY="mine:policy")
+    assert code == 0
+    assert "HEADWAY_POLICY=mine:policy raised AttributeError" in err

@@ -1,0 +1,67 @@
+"""Trains a small model on all ranks, and fails where FAULTS says: `attempt:rank@step=kind`, separated by blanks.
+
+It saves every third step, resumes from that, and writes down every step it does.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def fail(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "segfault":
+        ctypes.string_at(0)
+    elif kind == "abort":
+        os.abort()
+    elif kind == "exit":
+        sys.exit(3)
+    elif kind == "hang":
+        time.sleep(1000)
+    elif kind == "disk":
+        raise OSError(28, "No space left on device")
+    else:
+        raise ValueError("a bad batch")
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, attempt = dist.get_rank(), os.environ.get("HEADWAY_ATTEMPT", "0")
+    faults = dict(fault.split("=") for fault in os.environ.get("FAULTS", "").split())
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    saved = Path("saved.pt")
+    start = 0
+    if saved.exists():
+        state = torch.load(saved)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+    for step in range(start, int(os.environ.get("STEPS", "21"))):
+        kind = faults.get(f"{attempt}:{rank}@{step}") or faults.get(f"*:{rank}@{step}")
+        if kind:
+            fail(kind)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with Path(f"trained-{rank}").open("a") as file:
+            file.write(f"{attempt} {step}\n")
+        time.sleep(float(os.environ.get("STEP_S", "0.02")))
+        if step % 3 == 2 and rank == 0:
+            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            torch.save(state, "saving.pt")
+            os.replace("saving.pt", saved)
+    print(f"rank {rank} of {dist.get_world_size()} is done", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
