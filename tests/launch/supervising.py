@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 TRAINER = Path(__file__).parent / "trainer.py"
 HEADWAY = [sys.executable, "-m", "headway"]
@@ -21,9 +21,11 @@ def environment(**settings: str) -> dict[str, str]:
     return {**os.environ, **settings}
 
 
-def start(words: Sequence[str], folder: Path, **settings: str) -> subprocess.Popen[str]:
-    """`headway run` with these words, its output in files of the folder."""
-    out, err = (folder / "stdout").open("a"), (folder / "stderr").open("a")
+def start(
+    words: Sequence[str], folder: Path, out: IO[str] | None = None, err: IO[str] | None = None, **settings: str
+) -> subprocess.Popen[str]:
+    """`headway run` with these words in a folder; its output goes to files there, or to the ones given."""
+    out, err = out or (folder / "stdout").open("a"), err or (folder / "stderr").open("a")
     with out, err:
         return subprocess.Popen(
             [*HEADWAY, "run", *words], cwd=folder, env=environment(**settings), stdout=out, stderr=err, text=True,

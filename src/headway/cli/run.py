@@ -6,7 +6,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from headway.run import ROLL_UP, open_somewhere, takes_the_spool
 
 if TYPE_CHECKING:
     from headway.launch.agent import Standing, Surgery
-    from headway.launch.peers import Findings, Order
+    from headway.launch.peers import Dumps, Findings, Order
     from headway.recover.classify import Classifier
 
 _HELP = ("-h", "--help")
@@ -235,7 +235,9 @@ class Judge:
         """What the agent asks."""
         from headway.launch.agent import Surgery
 
-        return Surgery(judge=self.judge, is_effect=self.is_effect, observe=self.observe, examine_hang=self.examine_hang)
+        return Surgery(
+            judge=self.judge, is_effect=self.is_effect, observe=self.observe, dump=self.dump, explain=self.explain
+        )
 
     def judge(self, findings: "Findings", standing: "Standing") -> "Order":
         """What to do about these failures."""
@@ -275,14 +277,21 @@ class Judge:
         if order.category:
             self._history.add(order.category, order.seen["klass"], order.seen["progressed"], order.spends)
 
-    def examine_hang(self, pids: Mapping[int, int], folder: Path) -> dict[int, str]:
-        """What each stuck rank hangs in."""
+    def dump(self, pids: Mapping[int, int], folder: Path) -> "Dumps":
+        """What these ranks are doing, as JSON has it."""
         from headway.launch import dumps
+
+        return {"ranks": {str(rank): asdict(dump) for rank, dump in dumps.collect(pids, folder, 10.0).items()}}
+
+    def explain(self, everywhere: "list[Dumps]") -> dict[int, str]:
+        """What each stuck rank hangs in."""
+        from headway.launch.dumps import Dump
         from headway.recover import hang
 
-        finding = hang.explain(dumps.collect(pids, folder, 10.0))
+        found = {int(rank): Dump(**told) for node in everywhere for rank, told in node["ranks"].items()}
+        finding = hang.explain(found)
         say(finding.text)
-        return dict.fromkeys(finding.stuck_ranks or list(pids)[:1], finding.text)
+        return dict.fromkeys(finding.stuck_ranks or sorted(found)[:1], finding.text)
 
 
 def _classifier(given: str) -> "Classifier":

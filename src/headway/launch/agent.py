@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
+from headway.errors import PlatformError
 from headway.events.process import process_name
 from headway.events.recorder import Recorder
 from headway.events.vocabulary import Activity, Process, ProcessGone, Told, clean_text
@@ -31,7 +32,7 @@ from headway.launch.autopsy import KernelLog, oom_kills, scheduler_says
 from headway.launch.crew import Crew, Worker
 from headway.launch.notice import EXIT_STOPPED, REPEAT_S, Board, Notice, Poller, source_of
 from headway.launch.notice import SIGNALS as STOP_SIGNALS
-from headway.launch.peers import Findings, Order, Peers
+from headway.launch.peers import Dumps, Findings, Order, Peers
 from headway.launch.progress import Lineage, RankWatch
 from headway.launch.streams import Kept, Tap
 from headway.launch.worker import Assignment
@@ -48,6 +49,9 @@ SETTLE_S = 1.0
 
 VERDICT_S = 5.0
 """How long to wait for the node that has the root to decide."""
+
+DUMPS_S = 15.0
+"""How long to wait for what the ranks of other nodes are doing."""
 
 TICK_S = 1.0
 
@@ -83,8 +87,10 @@ class Surgery:
     """Whether all of these are effects of a failure elsewhere."""
     observe: Callable[[Order], None]
     """Takes notice of what was decided, here or elsewhere."""
-    examine_hang: Callable[[Mapping[int, int], Path], dict[int, str]]
-    """Finds out why nobody makes progress: what to say of each rank that is stuck."""
+    dump: Callable[[Mapping[int, int], Path], Dumps]
+    """Finds out what these ranks are doing: `ranks`, by number, as JSON has it."""
+    explain: Callable[[list[Dumps]], dict[int, str]]
+    """Makes of that why nobody makes progress: what to say of each rank that is stuck."""
 
 
 class Agent(SimpleElasticAgent):
@@ -173,22 +179,29 @@ class Agent(SimpleElasticAgent):
     def _look_around(self) -> Order | None:
         """What is going on with the other nodes, and whether anything moves here."""
         self._crew.get_ready()
-        if self._is_elastic:
-            try:
-                if self._peers.has_failed():
-                    return self._about_failure()
-                if self._rendezvous_handler.num_nodes_waiting() > 0:
-                    self._rendezvous_handler.members_change = True
-                    return Order(do="restart", why="nodes want to join: the workers restart with them.", spends=False)
-            except (DistError, RendezvousError, RuntimeError) as error:
-                self._lost_store(error)
-        return self._about_hang()
+        try:
+            if self._peers.has_failed():
+                return self._about_failure()
+            if self._is_elastic and self._rendezvous_handler.num_nodes_waiting() > 0:
+                self._rendezvous_handler.members_change = True
+                return Order(do="restart", why="nodes want to join: the workers restart with them.", spends=False)
+            return self._about_hang()
+        except (DistError, RendezvousError) as error:
+            self._lost_store(error)
+            return None
 
     # --- starting ---
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._recorder.span(Activity.RENDEZVOUS), self._interruptible():
-            super()._rendezvous(worker_group)
+            try:
+                super()._rendezvous(worker_group)
+            except (DistError, RendezvousError) as error:
+                where = self._config.rdzv_endpoint
+                raise PlatformError(
+                    f"the nodes do not find each other at {where}: {error}. Is the address right, the port free, and "
+                    f"the node that hosts it up? To go on with the job, start it again under the same name."
+                ) from error
         attempt = self._rendezvous_handler.attempt
         count, me = worker_group.group_world_size, worker_group.group_rank
         assert worker_group.store is not None
@@ -311,27 +324,25 @@ class Agent(SimpleElasticAgent):
         ]
 
     def _about_hang(self) -> Order | None:
+        if self._hang_after_s == 0:
+            return None
         self._poll_watches()
         now = time.monotonic_ns()
-        silent = [now - watch.last_ns for watch in self._watches if watch.steps > 1 and self._is_too_long(watch, now)]
-        if not silent or self._hang_after_s == 0:
+        trained = [watch for watch in self._watches if watch.steps > 1]
+        if not any(self._is_too_long(watch, now) for watch in trained) and not self._peers.is_asked_for_dumps():
             return None
-        pids = self._pids()
-        seconds = max(silent) / 1e9
+        since = min((watch.last_ns for watch in trained), default=now)
+        seconds = (now - since) / 1e9
         self._say(f"no step for {seconds:.0f} s: looking for what hangs …")
-        stuck = self._surgery.examine_hang(pids, Path(self._folder.name))
-        since = now - max(silent)
-        for rank, worker in zip(self._worker_group.workers, self._crew.workers, strict=True):
-            if rank.global_rank in stuck:
+        dumps = self._surgery.dump(self._pids(), Path(self._folder.name)) | {"node": self._process.node}
+        everywhere = self._peers.exchange_dumps(dumps, DUMPS_S)
+        nodes = {int(rank): told["node"] for told in everywhere for rank in told["ranks"]}
+        stuck = self._surgery.explain(everywhere)
+        for place, worker in zip(self._worker_group.workers, self._crew.workers, strict=True):
+            if place.global_rank in stuck:
                 worker.said_code, worker.said_ns = -signal.SIGKILL, since
         findings = [
-            {
-                "rank": rank,
-                "node": self._process.node,
-                "at_ns": _wall_ns(since),
-                "silent_s": max(silent) / 1e9,
-                "hang": told,
-            }
+            {"rank": rank, "node": nodes[rank], "at_ns": _wall_ns(since), "silent_s": seconds, "hang": told}
             for rank, told in stuck.items()
         ]
         return self._decide(findings)
@@ -349,8 +360,10 @@ class Agent(SimpleElasticAgent):
         return {rank.global_rank: worker.pid for rank, worker in pairs if not worker.gone_ns}
 
     def _lost_store(self, error: Exception) -> None:
-        self._say(f"the node that hosts the rendezvous does not answer ({error}).")
+        """Without it this node can go on as it is, but neither ask the others nor meet them again."""
+        self._note(f"the node that hosts the rendezvous does not answer ({error}).")
         self._config = replace(self._config, max_nodes=1, min_nodes=1)
+        self._peers = Peers(_NO_STORE, self._peers.attempt, self._peers.me, 1)
 
     # --- carrying out ---
 

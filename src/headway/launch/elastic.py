@@ -6,6 +6,8 @@ uses `_rendezvous` and `_initialize_workers`, the fields named in `FIELDS`, and 
 
 import inspect
 import os
+import re
+import signal
 import sys
 import time
 import uuid
@@ -59,15 +61,30 @@ def check_version() -> str:
 
 def launch_config(args: Namespace) -> tuple[LaunchConfig, list[str]]:
     """What torchrun would make of its options: the configuration, and the command of a worker."""
+    _check(args)
     alone = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (alone and torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", ALONE, str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = 29500
-    config, command, words = torchrun.config_from_args(args)
+    try:
+        config, command, words = torchrun.config_from_args(args)
+    except (ValueError, AssertionError, OSError, KeyError) as error:
+        raise InputError(f"torchrun's options do not fit together: {error}") from error
     if callable(command):  # --run-path: in this interpreter, which is what a worker of ours does anyway
         return config, [sys.executable, "-u", *words]
     return config, [command, *words]
+
+
+def _check(args: Namespace) -> None:
+    """InputError for what torch would only notice later, or not explain."""
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", args.nnodes):
+        raise InputError(f"--nnodes {args.nnodes} is neither a number of nodes nor MIN:MAX.")
+    for name in (name.strip() for name in args.signals_to_handle.split(",")):
+        if name and not isinstance(getattr(signal, name, None), signal.Signals):
+            raise InputError(f"--signals-to-handle: there is no signal {name}.")
+    if args.numa_binding and not torch.cuda.is_available():
+        raise InputError("--numa-binding binds workers to the processors near their GPU, and torch sees no GPU here.")
 
 
 def rendezvous(config: LaunchConfig, next_attempt: Callable[[], int]) -> "FreshStore":
@@ -79,6 +96,8 @@ def rendezvous(config: LaunchConfig, next_attempt: Callable[[], int]) -> "FreshS
         )
     if config.rdzv_endpoint == ALONE:
         return FreshStore(None, config, next_attempt)
+    # Else torch tells its first round's address once, and a node that joins later waits for it in vain.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     parameters = RendezvousParameters(
         backend=config.rdzv_backend, endpoint=config.rdzv_endpoint, run_id=config.run_id, min_nodes=config.min_nodes,
         max_nodes=config.max_nodes, local_addr=config.local_addr, **config.rdzv_configs,

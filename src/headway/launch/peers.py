@@ -5,6 +5,7 @@ counts for all.
 """
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +21,10 @@ class Store(Protocol):
 
 Findings = list[dict[str, Any]]
 """What is known of each failed rank, as `recover.evidence` has it."""
+
+
+Dumps = dict[str, Any]
+"""What each rank of one node is doing, and the node's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,22 @@ class Peers:
     def decided(self) -> Order | None:
         """What was decided, if anything was."""
         return Order(**self._get("order")) if self.count > 1 and self._has("order") else None
+
+    def is_asked_for_dumps(self) -> bool:
+        """Whether somebody looks for what hangs."""
+        return self.count > 1 and self._has("hangs")
+
+    def exchange_dumps(self, mine: Dumps, timeout_s: float) -> list[Dumps]:
+        """What the ranks of all nodes are doing; without those of nodes that do not answer in time."""
+        if self.count == 1:
+            return [mine]
+        self._set("hangs", True)
+        self._set(f"dumps/{self.me}", mine)
+        keys = [f"dumps/{number}" for number in range(self.count)]
+        until = time.monotonic() + timeout_s
+        while not self._has(*keys) and time.monotonic() < until:
+            time.sleep(0.05)
+        return [self._get(key) for key in keys if self._has(key)]
 
     def finish(self) -> None:
         """Tells that all went well here."""
