@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from supervising import HEADWAY, environment, run
 
-from headway.cli.run import parse, parser
+from headway.cli.run import FLAGS, head_of, parse, parser
 from headway.errors import InputError
 
 TELL = """
@@ -57,6 +57,17 @@ def test_torchruns_options_are_all_there_and_each_is_tried_below() -> None:
         if not any(f'"{spelling}' in text for spelling in parser()._option_string_actions[name].option_strings)
     ]
     assert untried == []
+
+
+def test_which_options_take_no_value_is_known_without_torch() -> None:
+    found = {name for name, action in parser()._option_string_actions.items() if action.nargs == 0}
+    assert found == FLAGS
+
+
+def test_the_scripts_own_options_are_not_ours() -> None:
+    words = ["--nproc-per-node=2", "-r3", "--role", "x", "--standalone", "train.py", "--cold", "--max-restarts", "3"]
+    assert head_of(words) == words[:5]
+    assert head_of(["-m", "package.module", "--preload", "x"]) == ["-m"]
 
 
 def test_options_of_one_node(script: Path, home: Path) -> None:

@@ -35,6 +35,7 @@ def fail(kind: str) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, attempt = dist.get_rank(), os.environ.get("HEADWAY_ATTEMPT", "0")
+    Path(f"pid-{rank}").write_text(str(os.getpid()))
     faults = dict(fault.split("=") for fault in os.environ.get("FAULTS", "").split())
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.Adam(model.parameters())

@@ -94,8 +94,15 @@ def preempting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
             cluster.stop()
 
 
-def test_a_preempted_job_comes_back_and_trains_as_if_undisturbed(preempting: Slurm, home: Path) -> None:
-    job = submit(preempting, home, 300)
+SRUN = ["srun", "--ntasks=2", sys.executable]
+SUPERVISED = ["srun", "--ntasks=1", sys.executable, "-m", "headway", "run", "--nproc-per-node=2"]
+
+
+@pytest.mark.parametrize("launcher", [SRUN, SUPERVISED], ids=["srun", "headway run"])
+def test_a_preempted_job_comes_back_and_trains_as_if_undisturbed(
+    preempting: Slurm, home: Path, launcher: list[str]
+) -> None:
+    job = submit(preempting, home, 300, launcher=launcher)
     wait_until(lambda: steps_done(home) > 40)
     asked_s = time.monotonic()
     urgent = preempting.submit("sleep 1", "--exclusive", "--partition=high")
@@ -124,6 +131,7 @@ def test_a_preempted_job_comes_back_and_trains_as_if_undisturbed(preempting: Slu
     assert told["steps"] == {"new": 300, "repeated": 0, "unsaved": 0}
     assert told["failures"] == []
     assert told["ledger"]["recover.scheduling"] + told["ledger"]["recover.backoff"] > 0
+    assert sum(told["ledger"].values()) == pytest.approx(told["wall_s"], abs=1e-6)
 
 
 def test_a_cancelled_job_saves_and_does_not_come_back(preempting: Slurm, home: Path) -> None:
@@ -182,10 +190,10 @@ def test_of_two_ranks_that_requeue_the_same_job_one_does(preempting: Slurm, home
 # --- the job -------------------------------------------------------------------------------------------------------
 
 
-def submit(slurm: Slurm, home: Path, steps: int, *options: str) -> str:
+def submit(slurm: Slurm, home: Path, steps: int, *options: str, launcher: list[str] = SRUN) -> str:
     """The id of a job of two ranks that trains so many steps, on the whole node."""
     (home / "train.py").write_text(TRAINER)
-    command = ["srun", "--ntasks=2", sys.executable, str(home / "train.py"), str(home), str(steps)]
+    command = [*launcher, str(home / "train.py"), str(home), str(steps)]
     options = ("--ntasks=2", "--exclusive", "--partition=low", *options)
     return slurm.submit(shlex.join(command), *options, environ=environ(home) | rendezvous())
 

@@ -110,7 +110,7 @@ _REMEDIES = (
     ),
     _Remedy(
         "restart at once and in place",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 --monitor-interval 0.1",
+        "headway run, with torchrun's options, in place of torchrun",
         (Bucket.RECOVER_DETECTION, Bucket.RECOVER_TEARDOWN, Bucket.RECOVER_BACKOFF, Bucket.RECOVER_RENDEZVOUS),
     ),
     _Remedy(

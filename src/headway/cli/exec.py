@@ -105,7 +105,7 @@ def script_of(command: Sequence[str]) -> str:
 
 def option_of(command: Sequence[str], name: str) -> str:
     """The value of a launcher's option, in each of its spellings; empty if it is not given."""
-    for word, after in zip(command, [*command[1:], ""], strict=True):
+    for word, after in zip(command, [*command[1:], ""], strict=False):
         key, is_one_word, value = word.partition("=")
         if key.replace("_", "-") == f"--{name}":
             return value if is_one_word else after

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from headway.events.recorder import Recorder
 from headway.events.vocabulary import Process, ProcessGone, clean_text
 from headway.launch.crew import Crew
 from headway.launch.zygote import PRELOAD
-from headway.paths import JobPaths
+from headway.paths import JOURNAL, JobPaths
 from headway.run import ROLL_UP, open_somewhere, takes_the_spool
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
     from headway.recover.classify import Classifier
 
 _HELP = ("-h", "--help")
+
+FLAGS = frozenset(
+    (
+        "--standalone", "-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path",
+        "--virtual-local-rank", "--virtual_local_rank", "--cold", "-h", "--help",
+    )
+)  # fmt: skip
+"""The options that take no value."""
 
 
 @click.command(
@@ -47,19 +56,23 @@ def run(words: tuple[str, ...]) -> None:
     if not words or words[0] in _HELP:
         parser().print_help()
         return
-    crew = Crew(words, _first_environment(words), _preload(option_of(words, "preload")), "--cold" not in words)
+    head = head_of(words)
+    crew = Crew(words, _first_environment(words), _preload(option_of(head, "preload")), "--cold" not in head)
     try:
         code = _supervise(words, crew)
     finally:
         crew.close()
-    raise SystemExit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):
+            stream.flush()
+    os._exit(code)  # the job is over, and taking torch down would take its time
 
 
 def _first_environment(words: Sequence[str]) -> dict[str, str]:
     """What workers will find when they import torch, as far as it is known before torchrun's options are read."""
     measured = os.environ.get("HEADWAY_DISABLE") != "1"
     environ = job_environment(os.environ, None, words) if measured else dict(os.environ)
-    if (option_of(words, "nproc-per-node") or os.environ.get("PET_NPROC_PER_NODE", "1")) != "1":
+    if (option_of(head_of(words), "nproc-per-node") or os.environ.get("PET_NPROC_PER_NODE", "1")) != "1":
         environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it
     return environ
 
@@ -78,21 +91,21 @@ def _supervise(words: Sequence[str], crew: Crew) -> int:
         say(note)
     if os.environ.get("HEADWAY_DISABLE") != "1":
         os.environ.update(job_environment(os.environ, args.job, ["headway", "run", *words]))
-    config, command = elastic.launch_config(args)
-    crew.size = config.nproc_per_node
-    with Journals(words) as journals:
-        handler = elastic.rendezvous(config, journals.next_attempt)
-        judge = Judge(
-            args.max_restarts if _is_given(words, "max-restarts") else None, config.min_nodes < config.max_nodes
-        )
-        agent = Agent(
-            elastic.worker_spec(config, command, handler), config, command, crew, journals.recorder, journals.process,
-            journals.places, judge.surgery(), say, args.hang_after,
-        )  # fmt: skip
-        agent.run(config.role)
-        journals.exit_code = agent.exit_code
-        if agent.closes_rendezvous:
-            handler.shutdown()
+    with TemporaryDirectory(prefix="headway-run-", ignore_cleanup_errors=True) as scratch:
+        config, command = elastic.launch_config(args, scratch)
+        crew.size = config.nproc_per_node
+        limited = option_of(head_of(words), "max-restarts") or "PET_MAX_RESTARTS" in os.environ
+        judge = Judge(args.max_restarts if limited else None, config.min_nodes < config.max_nodes)
+        with Journals(words) as journals:
+            handler = elastic.rendezvous(config, journals.next_attempt)
+            agent = Agent(
+                elastic.worker_spec(config, command, handler), config, command, crew, journals.recorder,
+                journals.process, journals.places, judge.surgery(), say, scratch, args.hang_after,
+            )  # fmt: skip
+            agent.run(config.role)
+            journals.exit_code = agent.exit_code
+            if agent.closes_rendezvous:
+                handler.shutdown()
     return agent.exit_code
 
 
@@ -120,19 +133,30 @@ def parser() -> ArgumentParser:
     return parser
 
 
+def head_of(words: Sequence[str]) -> list[str]:
+    """The options before the script, with their values. Known without torch, which takes a second to import."""
+    return list(words[: sum(size for _, size in _options(words))])
+
+
+def _options(words: Sequence[str]) -> list[tuple[str, int]]:
+    """The name of each option before the script, and of how many words it is."""
+    found, at = [], 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "-":
+        is_glued = "=" in words[at] or (not words[at].startswith("--") and len(words[at]) > 2)
+        size = 1 if is_glued or words[at] in FLAGS else 2
+        found.append((words[at].partition("=")[0] if words[at].startswith("--") else words[at][:2], size))
+        at += size
+    return found
+
+
 def parse(words: Sequence[str]) -> Namespace:
     """The options; InputError for one that is unknown, with the nearest that is, and for a script that is not there."""
     options = parser()
     known = options._option_string_actions
-    at = 0
-    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
-        name, equals, _ = words[at].partition("=")
-        action = known.get(name if name.startswith("--") else name[:2])
-        if action is None:
+    for name, _ in _options(words):
+        if name not in known:
             raise InputError(f"there is no option {name}: {nearest(name, [key for key in known if len(key) > 2])}")
-        is_one_word = equals or (not name.startswith("--") and len(name) > 2)
-        at += 1 if action.nargs == 0 or is_one_word else 2
-    if at >= len(words):
+    if len(head_of(words)) >= len(words):
         raise InputError("there is no script to run: name it after the options, as in `headway run train.py`.")
     args = options.parse_args(list(words))
     if not args.module and not args.no_python and not os.path.exists(args.training_script):
@@ -141,10 +165,6 @@ def parse(words: Sequence[str]) -> Namespace:
             "another kind --no-python."
         )
     return args
-
-
-def _is_given(words: Sequence[str], name: str) -> bool:
-    return bool(option_of(words, name)) or f"PET_{name.replace('-', '_').upper()}" in os.environ
 
 
 # --- journals --------------------------------------------------------------------------------------------------------
@@ -193,6 +213,19 @@ class Journals:
         self.recorder.close()
         self._launcher.record(ProcessGone(t_ns=time.monotonic_ns(), exit_code=self.exit_code))
         self._launcher.close()
+        if self.settings.disable != "1" and takes_the_spool(self.settings) and 1 in (os.getpid(), os.getppid()):
+            self._deliver_all()
+
+    def _deliver_all(self) -> None:
+        """Where a container ends with this process, the kernel ends the collector too: what is left to bring, it
+        brings."""
+        from headway.collect import deliver_once
+
+        home = self.settings.home_folder
+        for journal in JobPaths(self.settings.spool_folder, self.process.job).journals.glob(f"*{JOURNAL}"):
+            if problem := deliver_once(journal, home, self.process.job):
+                say(f"the last records did not reach {home} ({problem}). They are in {journal}.")
+                return
 
     def places(self, name: str) -> list[Path]:
         """Where the journal of a process of this node may lie."""

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -53,7 +52,8 @@ VERDICT_S = 5.0
 DUMPS_S = 15.0
 """How long to wait for what the ranks of other nodes are doing."""
 
-TICK_S = 1.0
+SOON_S, TICK_S = 0.2, 1.0
+"""After which time to look around first, and how often then."""
 
 STOP_S = 300.0
 """What ranks that listen get to come to a step edge and save, where nobody says how much time there is."""
@@ -99,7 +99,7 @@ class Agent(SimpleElasticAgent):
     def __init__(
         self, spec: WorkerSpec, config: LaunchConfig, command: Sequence[str], crew: Crew, recorder: Recorder,
         process: Process, places: Callable[[str], list[Path]], surgery: Surgery, say: Callable[[str], None],
-        hang_after_s: float | None = None,
+        folder: str, hang_after_s: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(spec)
         self._config, self._command, self._crew, self._surgery, self._say = config, list(command), crew, surgery, say
@@ -111,7 +111,7 @@ class Agent(SimpleElasticAgent):
         self._tap = Tap()
         self._lineage = Lineage()
         self._kernel = KernelLog()
-        self._folder = tempfile.TemporaryDirectory(prefix="headway-run-")
+        self._folder = folder
         self._extra: dict[str, str] = {}
         self._kept: dict[int, Kept] = {}
         self._watches: list[RankWatch] = []
@@ -123,6 +123,7 @@ class Agent(SimpleElasticAgent):
         self._stop_by_s, self._told_s = math.inf, 0.0
         self._signals: list[int] = []
         self._waits_for_others = False
+        self._noted: set[str] = set()
         crew.note = self._note
 
     # --- the loop ---
@@ -155,9 +156,10 @@ class Agent(SimpleElasticAgent):
 
     def _watch(self) -> Order | None:
         """Watches until the attempt is over: None if all went well, else what to do."""
-        looked = 0.0
+        looked, patience_s = 0.0, SOON_S
         while True:
-            self._crew.look(self._tick(), [self._wake])
+            self._crew.look(patience_s, [self._wake])
+            patience_s = self._tick()
             self._heed_signals()
             failed = [worker for worker in self._crew.workers if worker.failed_ns]
             if failed:
@@ -217,7 +219,7 @@ class Agent(SimpleElasticAgent):
         environments = elastic.worker_environments(group, group.spec, self._restarts)
         dest = self._logs.open(environments, group)
         assignments, streams = [], []
-        board = f"{self._folder.name}/board-{self._peers.attempt}"
+        board = f"{self._folder}/board-{self._peers.attempt}"
         self._board = Board.create(Path(board), len(group.workers))
         for worker in group.workers:
             environ = {**os.environ, **environments[worker.local_rank], **self._extra}
@@ -242,7 +244,7 @@ class Agent(SimpleElasticAgent):
             kind, words = ("module", words[2:]) if words[1:2] == ["-m"] else ("script", words[1:])
         numa = self._config.numa_options.affinity_mode.value if self._config.numa_options else ""
         argv = [program, *words] if kind == "program" else words
-        return Assignment(kind=kind, argv=argv, environ=environ, folder=self._folder.name, rank=rank, numa=numa)
+        return Assignment(kind=kind, argv=argv, environ=environ, folder=self._folder, rank=rank, numa=numa)
 
     def _open_streams(self, local_rank: int, dest: Any) -> list[int]:
         out, err = dest.stdouts.get(local_rank, ""), dest.stderrs.get(local_rank, "")
@@ -334,7 +336,7 @@ class Agent(SimpleElasticAgent):
         since = min((watch.last_ns for watch in trained), default=now)
         seconds = (now - since) / 1e9
         self._say(f"no step for {seconds:.0f} s: looking for what hangs …")
-        dumps = self._surgery.dump(self._pids(), Path(self._folder.name)) | {"node": self._process.node}
+        dumps = self._surgery.dump(self._pids(), Path(self._folder)) | {"node": self._process.node}
         everywhere = self._peers.exchange_dumps(dumps, DUMPS_S)
         nodes = {int(rank): told["node"] for told in everywhere for rank in told["ranks"]}
         stuck = self._surgery.explain(everywhere)
@@ -420,6 +422,12 @@ class Agent(SimpleElasticAgent):
         while not all(worker.gone_ns for worker in self._crew.workers) and time.monotonic() < until:
             self._crew.look(0.5, [self._wake])
             self._heed_signals()
+        if any((worker.exit_code or 0) > 0 for worker in self._crew.workers):  # one changed its mind at exit
+            return self._about_failure()
+        for worker in self._crew.workers:
+            if (worker.exit_code or 0) < 0:
+                name = signal.Signals(-(worker.exit_code or 0)).name
+                self._note(f"a worker crashed ({name}) at exit, when its program had ended well: so it counts as done.")
         if hung := [worker for worker in self._crew.workers if not worker.gone_ns]:
             self._note(f"{len(hung)} workers were done and did not leave in {EXIT_S:g} s: they are killed.")
         with suppress(DistError, RuntimeError):  # whoever served the store is done, then
@@ -546,8 +554,6 @@ class Agent(SimpleElasticAgent):
         self._crew.close()
         self._logs.close()
         self._tap.close()
-        with suppress(OSError):
-            self._folder.cleanup()
 
     # --- words ---
 
@@ -556,8 +562,11 @@ class Agent(SimpleElasticAgent):
         return folder_name(process_name(replace(self._process, pid=worker.pid), worker.ticks))
 
     def _note(self, text: str) -> None:
+        """Tells the journal each time, and the user once."""
         self._recorder.mark("note", text=clean_text(text))
-        self._say(text)
+        if text not in self._noted:
+            self._noted.add(text)
+            self._say(text)
 
 
 class _NoStore:

@@ -13,7 +13,7 @@ from headway.events.clock import start_ticks
 from headway.events.process import open_pidfd
 from headway.launch import sessions, streams
 from headway.launch.channel import Channel
-from headway.launch.worker import Assignment, folder_modules, send_assignment
+from headway.launch.worker import Assignment, as_program, folder_modules, send_assignment
 
 PATIENCE_S = 120.0
 """Longest wait for the zygote's imports; after that, workers are started without it."""
@@ -37,8 +37,9 @@ _READ_AT_IMPORT = (
     "TRITON",
 )
 """Variables that libraries read when they are imported: a zygote that saw others would pass on the wrong behaviour."""
-_READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_", "TORCH_GLOO", "TORCH_FR_")
+_READ_LATER = ("TORCHELASTIC_", "TORCH_DISABLE_SHARE_", "TORCH_NCCL_", "TORCH_DIST_", "TORCH_GLOO", "TORCH_FR_")
 """Of these, the ones that are read when a process group is made."""
+_NEVER_HIDDEN = {"headway", "__main__"}
 _CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 """What torchrun catches: in its workers these are never ignored, whatever it was itself started with."""
 
@@ -79,7 +80,10 @@ class Worker:
 
     @property
     def code(self) -> int | None:
-        """The exit code; the one it announced, if it has not ended yet or was ended."""
+        """The exit code; the one it announced, if it has not ended yet or was ended. What crashes while its interpreter
+        is taken down has done its work."""
+        if self.said_code == 0 and self.exit_code is not None and self.exit_code < 0:
+            return 0
         is_final = self.said_code is None or (self.gone_ns and not self.stopped)
         return self.exit_code if is_final else self.said_code
 
@@ -144,7 +148,7 @@ class Zygote:
     unfit: str = ""
     """Why it cannot be forked."""
     failed: dict[str, str] = field(default_factory=dict)
-    modules: Mapping[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
     """The top-level modules it has imported, and the folder of each."""
 
     def hear(self) -> None:
@@ -157,7 +161,7 @@ class Zygote:
             self.modules = message["modules"]
         if not is_open:
             self.dead = True
-            self.unfit = self.unfit or ("it died" if self.heard else "it died of an import")
+            self.unfit = self.unfit or "it died"
 
 
 class Crew:
@@ -177,6 +181,8 @@ class Crew:
         """Called with what a user should know."""
         self._command, self._preload, self._warm = list(command), list(preload) if warm else [], warm
         self._patience_s = patience_s
+        self._given_up = ""
+        """Why no zygote will be forked any more."""
         self._is_closed = self._forks = False
         self._standbys: list[Worker] = []
         self._leaders: set[int] = set()
@@ -191,6 +197,9 @@ class Crew:
         self.size = len(assignments)
         self._renew_zygote(assignments[0].environ)
         why = self.why_fresh(assignments[0])
+        if shadowed := self._shadowed(assignments[0]):
+            why = f"the program has modules of its own called {', '.join(shadowed)}"
+            assignments = [as_program(assignment) for assignment in assignments]
         self._forks = not why
         if why:
             self._dismiss_standbys()
@@ -204,12 +213,10 @@ class Crew:
 
     def get_ready(self) -> None:
         """Has standbys made for the next start; to be called when the workers are at work."""
-        if self._zygote.dead and self._zygote.heard:  # one that dies of an import would again
-            before = self._zygote
-            self._bury_zygote()
-            self._zygote = self._start_zygote(before.environ)
-            self._zygote.modules = before.modules
-            self._guard()
+        if self._zygote.dead and self._zygote.heard:  # one that died of an import would again
+            modules = self._zygote.modules
+            self._replace_zygote(self._zygote.environ)
+            self._zygote.modules = modules  # of the standbys it has left
         missing = self.size - self._ready()
         self._order(missing if self._forks else 0)
         self._reap_others()
@@ -230,16 +237,23 @@ class Crew:
         if assignment.kind == "program":
             return "the program is not run by this Python"
         is_staffed = self._ready() >= self.size and all(worker.pid for worker in self._standbys)
-        if not is_staffed and (why := self._why_unfit()):
-            return why
+        return "" if is_staffed else self._why_unfit()
+
+    def _shadowed(self, assignment: Assignment) -> list[str]:
+        """The program's own modules that it would not get, because others of their name are imported before it runs."""
+        if assignment.kind == "program":
+            return []
         folder = _folder(assignment)
-        found = self._zygote.modules
-        shadowed = sorted(
-            name for name in folder_modules(folder) - {"headway", "__main__"} if found.get(name, folder) != folder
-        )
-        return f"{folder} has modules of its own called {', '.join(shadowed)}" if shadowed else ""
+        ours = dict.fromkeys(sys.stdlib_module_names & sys.modules.keys(), "") | self._zygote.modules
+        return sorted(name for name in folder_modules(folder) & ours.keys() - _NEVER_HIDDEN if ours[name] != folder)
 
     def _why_unfit(self) -> str:
+        if not self._given_up:
+            self._await_imports()
+        unfit = self._zygote.unfit
+        return self._given_up or (f"the zygote cannot be forked ({unfit})" if unfit else "")
+
+    def _await_imports(self) -> None:
         zygote = self._zygote
         while not zygote.heard and not zygote.dead and (left := zygote.until - time.monotonic()) > 0:
             _wait([zygote.control.fileno()], left)
@@ -247,9 +261,11 @@ class Crew:
         for name, error in zygote.failed.items():
             self.note(f"{name} cannot be preloaded ({error}): the workers go on without it.")
         zygote.failed = {}
-        if zygote.unfit:
-            return f"the zygote cannot be forked ({zygote.unfit})"
-        return "" if zygote.heard else f"the preloaded imports took more than {self._patience_s:g} s"
+        if not zygote.heard:
+            slow = f"the preloaded imports took more than {self._patience_s:g} s"
+            self._given_up = "the zygote died of an import" if zygote.dead else slow
+            self._preload = []  # one that imports nothing still ends what is left when the supervisor is gone
+            self._replace_zygote(zygote.environ)
 
     def _start_one(self, assignment: Assignment, fds: list[int], warm: bool) -> Worker:
         while warm:
@@ -294,12 +310,16 @@ class Crew:
     def _renew_zygote(self, environ: Mapping[str, str]) -> None:
         """Starts another one if this one imported its modules under settings that the workers are not to have."""
         differ = sorted(import_settings(environ).items() ^ import_settings(self._zygote.environ).items())
-        if differ and self._warm:
+        if differ and self._warm and not self._given_up:
             self.note(f"the zygote starts again: {differ[0][0]} has changed.")
             self._dismiss_standbys()
-            self._bury_zygote()
-            self._zygote = self._start_zygote(environ)
+            self._replace_zygote(environ)
             self._order(self.size)
+
+    def _replace_zygote(self, environ: Mapping[str, str]) -> None:
+        self._bury_zygote()
+        self._zygote = self._start_zygote(environ)
+        self._guard()
 
     def _order(self, count: int) -> None:
         for _ in range(count if self._warm else 0):

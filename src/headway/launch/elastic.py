@@ -59,9 +59,12 @@ def check_version() -> str:
     return "" if version in TESTED else f"torch {torch.__version__} is not one this was tested with ({TESTED[-1]})."
 
 
-def launch_config(args: Namespace) -> tuple[LaunchConfig, list[str]]:
-    """What torchrun would make of its options: the configuration, and the command of a worker."""
+def launch_config(args: Namespace, scratch: str) -> tuple[LaunchConfig, list[str]]:
+    """What torchrun would make of its options: the configuration, and the command of a worker. What nobody asked for
+    goes to a scratch folder."""
     _check(args)
+    if args.log_dir is None and args.redirects == args.tee == "0":
+        args.log_dir = scratch  # torchrun leaves a folder for error files in /tmp
     alone = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (alone and torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", ALONE, str(uuid.uuid4())
@@ -71,6 +74,7 @@ def launch_config(args: Namespace) -> tuple[LaunchConfig, list[str]]:
         config, command, words = torchrun.config_from_args(args)
     except (ValueError, AssertionError, OSError, KeyError) as error:
         raise InputError(f"torchrun's options do not fit together: {error}") from error
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     if callable(command):  # --run-path: in this interpreter, which is what a worker of ours does anyway
         return config, [sys.executable, "-u", *words]
     return config, [command, *words]
@@ -115,7 +119,7 @@ class FreshStore(RendezvousHandler):
     def __init__(self, inner: RendezvousHandler | None, config: LaunchConfig, next_attempt: Callable[[], int]) -> None:
         self._inner, self._next_attempt = inner, next_attempt
         self._run_id = config.run_id
-        self._address = config.local_addr or "127.0.0.1"
+        self._address = config.local_addr or "localhost"
         self._timeout = timedelta(seconds=int(config.rdzv_configs.get("timeout", 900)))
         self._server: TCPStore | None = None
         self._last: RendezvousInfo | None = None

@@ -40,6 +40,7 @@ class Tap:
         self._poller = select.poll()
         self._poller.register(self._wake_r, select.POLLIN)
         self._idle = threading.Condition()
+        self._asked = self._answered = 0
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="headway-stderr", daemon=True)
         self._thread.start()
@@ -55,11 +56,13 @@ class Tap:
     def settle(self, timeout_s: float = 0.2) -> None:
         """Waits until what has been printed so far is taken in."""
         with self._idle:
+            self._asked = asked = self._asked + 1
             self._wake()
-            self._idle.wait(timeout_s)
+            self._idle.wait_for(lambda: self._answered >= asked, timeout_s)
 
     def close(self) -> None:
         """Passes on what is left, and stops."""
+        self.settle(1.0)
         self._closing = True
         self._wake()
         self._thread.join(1.0)
@@ -82,8 +85,9 @@ class Tap:
         return ours, theirs
 
     def _serve(self) -> None:
-        while True:
-            ready = self._poller.poll()
+        while not self._closing:
+            asked = self._asked  # before looking: what was printed when this was asked is seen then
+            ready = self._poller.poll(0 if asked > self._answered else None)
             fds = [fd for fd, _ in ready if fd != self._wake_r]
             for fd in fds:
                 self._pass_on(fd)
@@ -91,9 +95,8 @@ class Tap:
                 with suppress(BlockingIOError):
                     os.read(self._wake_r, 4096)
                 with self._idle:
+                    self._answered = asked
                     self._idle.notify_all()
-                if self._closing:
-                    return
 
     def _pass_on(self, fd: int) -> None:
         try:

@@ -21,7 +21,7 @@ import traceback
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader, all_suffixes
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -105,6 +105,12 @@ def _by_the_way(hook: Callable[[], None]) -> None:
         hook()
     except Exception as error:  # nothing of ours may stop the program, or take its failure's place
         print(f"headway: this worker is not recorded as it should be ({error!r}).", file=sys.stderr, flush=True)
+
+
+def as_program(assignment: Assignment) -> Assignment:
+    """The same, by an interpreter that has imported nothing of ours."""
+    options = ["-u", "-m"] if assignment.kind == "module" else ["-u"]
+    return replace(assignment, kind="program", argv=[sys.executable, *options, *assignment.argv])
 
 
 def send_assignment(channel: Channel, assignment: Assignment, fds: list[int]) -> bool:
@@ -282,7 +288,8 @@ def _print_as_python_does(error: BaseException) -> int:
         code = _exit_code(leaving)
     except BaseException as second:
         print("Error in sys.excepthook:", file=sys.stderr)
-        sys.__excepthook__(type(second), second, _without_us(second.__traceback__))
+        second = second.with_traceback(_without_us(second.__traceback__))
+        sys.__excepthook__(type(second), second, second.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)
         sys.__excepthook__(type(error), error, error.__traceback__)
     for stream in (sys.stdout, sys.stderr):

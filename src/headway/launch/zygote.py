@@ -104,7 +104,7 @@ def _children_lack_cuda() -> bool:
     """Whether torch refuses CUDA to forked processes. It does even after an import only counted the devices."""
     child = os.fork()
     if not child:
-        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
+        os._exit(getattr(sys.modules["torch"].cuda, "_is_in_bad_fork", bool)())
     return os.waitpid(child, 0)[1] != 0
 
 

@@ -102,7 +102,7 @@ def within(budgets: Mapping[str, int | None]) -> Policy:
     """No more restarts without progress than a class of failures is worth."""
 
     def decide(situation: Situation) -> Decision | None:
-        budget = budgets.get(situation.klass, 0)
+        budget = budgets.get(situation.klass)
         if budget is not None and situation.spent >= budget:
             return Decision(do="stop", why=f"{_times(situation.spent)} without progress were enough")
         return None
