@@ -520,6 +520,18 @@ def test_a_variable_that_is_read_later_does_not(folder: Path) -> None:
     assert start(folder, {}, {"TORCH_NCCL_BLOCKING_WAIT": "1", "RANK": "1"})[:2] == ([True, True], [])
 
 
+def test_a_variable_that_the_script_sets_before_torch_means_fresh_workers(folder: Path) -> None:
+    (folder / "script.py").write_text(
+        'import os\nif os.environ["OMP_NUM_THREADS"] == "7": pass\nos.environ["MY_OWN"] = "1"\nimport torch\n'
+        'os.environ["TORCH_LOGS"] = "too late anyway"\n'
+    )
+    assert start(folder, {"OMP_NUM_THREADS": "1"})[:2] == ([True], [])
+    (folder / "script.py").write_text('import os\nos.environ["OMP_NUM_THREADS"] = "3"\nfrom torch import nn\n')
+    warm, [note], _ = start(folder, {"OMP_NUM_THREADS": "1"})
+    assert warm == [False]
+    assert "the script sets OMP_NUM_THREADS itself" in note
+
+
 def test_a_module_of_the_script_s_with_the_name_of_an_imported_one_means_fresh_workers(folder: Path) -> None:
     (folder / "importlib").mkdir()  # no package, and so nothing that Python would take
     (folder / "queue.txt").touch()

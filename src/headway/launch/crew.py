@@ -1,6 +1,7 @@
 """The workers of one node as their supervisor sees them: started warm or fresh, watched, and ended without a trace."""
 
 import os
+import re
 import select
 import signal
 import sys
@@ -8,12 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headway.events.clock import start_ticks
 from headway.events.process import open_pidfd
 from headway.launch import sessions, streams
 from headway.launch.channel import Channel
 from headway.launch.worker import Assignment, as_program, folder_modules, send_assignment
+
+TRIES = 3
+"""How often a warm worker is asked for before one is started fresh."""
 
 PATIENCE_S = 120.0
 """Longest wait for the zygote's imports; after that, workers are started without it."""
@@ -39,6 +44,7 @@ _READ_AT_IMPORT = (
 """Variables that libraries read when they are imported: a zygote that saw others would pass on the wrong behaviour."""
 _READ_LATER = ("TORCHELASTIC_", "TORCH_DISABLE_SHARE_", "TORCH_NCCL_", "TORCH_DIST_", "TORCH_GLOO", "TORCH_FR_")
 """Of these, the ones that are read when a process group is made."""
+_SET = re.compile(r"""environ(?:\[\s*|\.setdefault\(\s*)["'](\w+)["']\s*(?:\]\s*=(?!=)|,)""")
 _NEVER_HIDDEN = {"headway", "__main__"}
 _CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 """What torchrun catches: in its workers these are never ignored, whatever it was itself started with."""
@@ -236,6 +242,8 @@ class Crew:
             return "warm workers are switched off"
         if assignment.kind == "program":
             return "the program is not run by this Python"
+        if names := settings_of_script(assignment):
+            return f"the script sets {', '.join(names)} itself, before it imports torch. Set it outside"
         is_staffed = self._ready() >= self.size and all(worker.pid for worker in self._standbys)
         return "" if is_staffed else self._why_unfit()
 
@@ -268,7 +276,7 @@ class Crew:
             self._replace_zygote(zygote.environ)
 
     def _start_one(self, assignment: Assignment, fds: list[int], warm: bool) -> Worker:
-        while warm:
+        for _ in range(TRIES if warm else 0):
             if not self._standbys:
                 self._order(1)
             worker = self._standbys.pop(0)
@@ -398,6 +406,18 @@ class Crew:
         self.stop(signal.SIGKILL, 0)
         self._dismiss_standbys()
         self._bury_zygote()
+
+
+def settings_of_script(assignment: Assignment) -> list[str]:
+    """The variables that a script sets for libraries it is about to import: in a warm worker they come too late."""
+    path = Path(assignment.argv[0].replace(".", "/") + ".py" if assignment.kind == "module" else assignment.argv[0])
+    try:
+        text = path.read_text(errors="replace") if path.is_file() else ""
+    except OSError:
+        return []
+    before_torch = re.split(r"^\s*(?:import|from) torch\b", text, maxsplit=1, flags=re.M)
+    names = dict.fromkeys(_SET.findall(before_torch[0]), "") if len(before_torch) > 1 else {}
+    return sorted(import_settings(names))
 
 
 def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
