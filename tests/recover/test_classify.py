@@ -115,6 +115,13 @@ HEALTHY = [
     "ignoring corrupt checkpoint step_100, using step_90",
     "timeout=1800 s, backend=nccl, init_method=env://",
     "epoch 3 finished, best loss so far 1.98",
+    "W allocator ran out of memory trying to allocate 2.1GiB. The caller indicates that this is not a failure",
+    "select_algorithm.py:88] No valid triton configs. OutOfResources: out of resource: shared memory",
+    "wandb: Network error resolved after 0:00:41, resuming normal operation.",
+    "[9, W 14 20] Last heartbeat was 7000 ms ago. If it keeps lagging, this node can be marked as dead by mistake.",
+    "kernel: nvidia 0000:07:00.0: PCIe Bus Error: severity=Correctable, type=Data Link Layer",
+    "ProcessGroupNCCL initialization options: NCCL_ASYNC_ERROR_HANDLING: 1, NCCL_BLOCKING_WAIT: 0",
+    "NOTE: gradient overflow detected, ignoring gradient, setting loss scale to: 4.0",
 ]
 STEPS = [f"step {number} loss {2.0 / number:.3f}" for number in range(501, 540)]
 
@@ -139,13 +146,25 @@ def test_code_in_a_traceback_is_not_evidence() -> None:
     [
         "[rank3]: ", "[1,2]<stderr>:", "[default0]:", "(TrainWorker pid=412, ip=10.0.0.7) ", "3: ", "gpu004: ",
         "2026-11-16T05:24:30.123456Z stderr F ", "Nov 16 05:24:30 n1 train[412]: ", "[2026-11-16 05:24:30,123] ",
-        "\x1b[31m", "step 9:  40%|####      | 4/10\r", "ERROR: ",
+        "\x1b[31m", "step 9:  40%|####      | 4/10\r", "ERROR: ", "worker-3: ", "E0312 08:11:02.12 140 launch.py:55] ",
+        "2026-03-12 08:11:02.123 | ERROR    | __main__:main:88 - ", "[Rank 3] ", "stderr: ", "> ", "│ ", "`",
+        '{"log": "', "  Warning  Failed  3m2s (x4 over 9m)  kubelet  Error: ",
     ],
 )  # fmt: skip
 def test_launchers_and_log_shippers_prefixes_do_not_hide_an_exception(prefix: str) -> None:
     verdict = explain(f"{prefix}ValueError: bad shape\x1b[0m\n")
     assert verdict.category == "python_error"
     assert "\x1b" not in verdict.line
+
+
+def test_a_traceback_that_a_json_log_holds_in_one_line_is_read_as_its_lines() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 3, in save',
+        '    raise OSError("No space left on device")',
+    ]
+    told = explain(json.dumps({"level": "error", "msg": "\n".join([*lines, "IndexError: list index out of range"])}))
+    assert told.category == "python_error"
 
 
 def test_a_verdict_names_rule_line_and_number() -> None:

@@ -51,15 +51,17 @@ _NUMBER = re.compile(r"\d[\d.:,/%]{3,}|[▀-▟#=\s-]{3,}")
 _WARNING_CLASS = re.compile(r"\b\w+Warning\b")
 _RETRIED = re.compile(
     r"\bINFO\b|\bDEBUG\b|(?i:\bretrying\b|\bwill (?:be )?retr\w+|\bretry(?: \d| in | loop|/)|\[retry \d"
-    r"|attempt \d+ ?(?:of|/) ?\d+|falling back|\busing (?:the )?cpu\b|\bignor(?:ed|ing)\b|\bskipping\b)"
+    r"|attempt \d+ ?(?:of|/) ?\d+|falling back|\busing (?:the )?cpu\b|\bautotun|select_algorithm\.py"
+    r"|\bignor(?:ed|ing)\b|\bskipping\b)"
 )
 _WARNING = re.compile(r"\bWARNING\b|\[W\d* ?|^\s*W\d{4} |: W tensorflow")
 _HARMLESS = re.compile(
     r"OMP_NUM_THREADS|no eligible providers|NET/IB ?: ?No device|NET/(?:Plugin|OFI)?.{0,20}(?:No plugin|Failed to find)"
     r"|find_unused_parameters=True was specified|\b(?:if|when|in case|unless)\b.{0,30}\bpreempt|signal handler"
-    r"|\bINFO\b.{0,80}(?:no error|success)"
-    r"|^\s*(?:usage:|-{1,2}\w[\w-]+[ =])"  # a program's help
-    r"|^\s*#(?! out of bounds values)|^\s+(?:raise|except|assert|import|from|return|def|if|elif|with) ",  # its source
+    r"|\bINFO\b.{0,80}(?:no error|success)|is not a failure|error resolved"
+    r"|^\s*(?:usage:|-\w\b|--\w[\w-]+[ =])"  # a program's help
+    r"|^\s*#(?! out of bounds values| ?\()"
+    r"|^\s+(?:raise|except|assert|import|from|return|def|if|elif|with) ",  # its source
     re.IGNORECASE,
 )
 _FRAME = re.compile(r'\s*File "[^"]{1,400}", line \d+')
@@ -68,6 +70,12 @@ _CHAINED = ("During handling of the above exception", "The above exception was t
 _EXCEPTION = re.compile(
     r"\s{0,8}(?:[a-zA-Z_][\w]*\.){0,8}_?[A-Z]\w*(?:Error|Exception|Failure|Exceeded|Invalid|NotFound)(?::|\(|\s*$)"
 )
+_BUILTIN = re.compile(
+    r"\b(?:Type|Value|Key|Attribute|Name|UnboundLocal|Index|Lookup|Assertion|NotImplemented|ZeroDivision|Overflow"
+    r"|FileNotFound|FileExists|IsADirectory|NotADirectory|Permission|Recursion|Syntax|Indentation|UnicodeDecode"
+    r"|UnicodeEncode|JSONDecode|Runtime)Error: \S|^\s*(?i:runtime error: )"
+)
+"""Python's own exceptions, which are told from prose behind any prefix."""
 _ANY_EXCEPTION = re.compile(r"(?:[a-zA-Z_]\w*\.){0,8}_?[A-Z]\w*(?:: |:?\s*$)")
 _WRAPPER = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SystemExit|RayTaskError"
@@ -138,6 +146,8 @@ class Log:
         for line in lines:
             self._read += begins
             begins = line.endswith("\n")
+            if _TRACEBACK in line:
+                line = line.replace("\\n", "\r")  # one that a JSON log holds in one line
             for piece in line.split("\r"):
                 if piece and not piece.isspace():
                     self._take(piece.rstrip("\n"), self._read)
@@ -197,7 +207,7 @@ class Log:
     def _exception(self, rest: str, rank: str) -> Rule | None:
         """The rule for uncaught exceptions, at the line that names one, unless it only passes on an earlier one."""
         unusual = rank in self._in_traceback and not rest[0].isspace() and _ANY_EXCEPTION.match(rest)
-        if not (unusual or _EXCEPTION.match(rest)):
+        if not (unusual or _EXCEPTION.match(rest) or ("rror: " in rest and _BUILTIN.search(rest))):
             return None
         passed_on = rank in self._chained or _WRAPPER.search(rest) or _WARNING_CLASS.match(rest)
         self._end_traceback(rank)

@@ -29,7 +29,8 @@ BROAD: Table = {
         ),
         "triton": (
             r"triton\.(?:compiler|runtime)\.\S*(?:error|outofresources)",
-            r"triton.{0,60}(?:compilationerror|compil\w+ (?:error|fail)|outofresources|installation not found)",
+            r"triton.{0,60}(?:compilationerror|compil\w+ (?:error|fail)|codegen error|outofresources|"
+            r"installation not found)",
             r"compilationerror: at \d+",
             r"out of resource: (?:shared memory|registers?|tensor memory)",
             r"passmanager::run failed",
@@ -119,6 +120,7 @@ PROGRAM: Table = {
         "interrupt": (
             r"^keyboardinterrupt",
             r"keyboardinterrupt$",
+            r"(?:detected|received|caught|got) (?:a )?keyboard ?interrupt",
             r"got signal: 2\b",
             r"(?:receiv|caught)\w* (?:sigint|signal 2|signal: 2)\b",
             r"sigint (?:receiv|caught)",

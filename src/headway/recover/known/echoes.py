@@ -1,6 +1,6 @@
 """What a rank says when another one failed, when a signal ended it, or when nothing may have happened."""
 
-from headway.recover.known.fragments import SHELL, Table
+from headway.recover.known.fragments import SHELL, Table, exited
 
 CASCADE: Table = {
     "sigkill_unexplained": {
@@ -17,6 +17,7 @@ CASCADE: Table = {
             r"operations have failed or timed out",
             r"timeout at nccl work",
             r"watchdog got stuck",
+            r"detected no heartbeat",
             r"nccl (?:watchdog )?(?:timeout|timed out)",
             r"worknccl.{0,200}(?:timeout|timed out)",
             r"heartbeat ?monitor.{0,80}(?:stuck|terminat|abort)",
@@ -42,7 +43,7 @@ CASCADE: Table = {
             r"no progress (?:for|in|since)|stalled for)",
             r"hang detected",
             r"no (?:step|heartbeat|progress).{0,30}(?:for|in|within) [\d.]+ ?(?:s|sec|min|h)",
-            r"heartbeat timeout",
+            r"heartbeat timeout(?!.{0,40}remote task)",
             r"(?:work|section) timeout",
             r"stalled ops",
             r"one or more tensors were submitted",
@@ -58,6 +59,7 @@ CASCADE: Table = {
             r"communicator was aborted",
             r"nccl communicator.{0,40}abort",
             r"net/socket.{0,80}(?:closed|reset|unexpected)",
+            r"socket (?:recv|send)\w* failed",
             r"socketprogress\w*:.{0,80}(?:reset|closed|broken)",
             r"peer .{0,60}(?:closed|disconnected|is gone|has exited|died|lost)",
             r"ncclcomm.{0,20}abort",
@@ -105,6 +107,7 @@ CASCADE: Table = {
             r"owner (?:has )?died",
             r"ownerdiederror",
             r"objectlosterror",
+            r"remote (?:task|worker|host) has failed",
             r"peer (?:node|worker|process|rank).{0,60}(?:fail|exit|crash|lost|dead|died)",
             r"rank \d+.{0,60}(?:has )?(?:exited|died|crashed|disconnected|left)\b(?! on signal)",
             r"mpi_abort was invoked",
@@ -149,7 +152,7 @@ VAGUE: Table = {
             r"nccl failure",
             r"ncclinternalerror",
             r"distbackenderror",
-            r"process ?group.{0,40}(?:error|exception|abort)",
+            r"process ?group.{0,40}(?<!_)(?:error|exception|abort)",
             r"unable to (?:complete|finish) (?:all_?reduce|collective)",
         ),
     },
@@ -167,7 +170,7 @@ SIGNAL: Table = {
         "told": (
             r"segmentation fault",
             r"\bsigsegv\b",
-            r"exit(?:ed)?(?: with)?(?: exit)?(?: code| status)?[ :=]+139\b",
+            exited(139),
             r"got signal: 11\b",
             r"signal[ :=]+11\b",
             r"code -11\b",
@@ -175,9 +178,9 @@ SIGNAL: Table = {
     },
     "sigbus": {
         "told": (
-            r"\bbus error\b",
+            r"(?<!pcie )\bbus error\b",
             r"\bsigbus\b",
-            r"exit(?:ed)?(?: with)?(?: exit)?(?: code| status)?[ :=]+135\b",
+            exited(135),
             r"signal[ :=]+7\b",
             r"code -7\b",
         ),
@@ -188,7 +191,7 @@ SIGNAL: Table = {
             r"fatal python error: abort\w*",
             r"\baborted \(core dumped\)",
             SHELL + r"abort(?:ed)?\b(?:\s*$|\s+\(|\s+python)",
-            r"exit(?:ed)?(?: with)?(?: exit)?(?: code| status)?[ :=]+134\b",
+            exited(134),
             r"signal[ :=]+6\b",
             r"code -6\b",
             r"terminate called",
@@ -204,7 +207,7 @@ SIGNAL: Table = {
             SHELL + r"killed\b(?:\s*$|\s+\(|\s+python|\s{2,})",
             r"^\s*killed\s*$",
             r"\bsigkill\b",
-            r"exit(?:ed)?(?: with)?(?: exit)?(?: code| status)?[ :=]+137\b",
+            exited(137),
             r"(?:exited|terminated|died|killed|ended|fail\w*)[^.]{0,30} signal[ :=]+9\b",
             r"signal[ :=]+9\b",
             r"signal: killed",
@@ -227,7 +230,7 @@ SIGNAL: Table = {
             r"(?:receiv|caught|got)\w*.{0,30}(?:\bsigterm\b|signal[ :=]*15\b|sighup\b)",
             r"\bsigterm\b.{0,30}(?:receiv|caught|detected|from)",
             SHELL + r"terminated\b(?:\s*$|\s+\(|\s+python)",
-            r"exit(?:ed)?(?: with)?(?: exit)?(?: code| status)?[ :=]+143\b",
+            exited(143),
             r"signal[ :=]+15\b",
             r"signal: terminated",
             r"terminat\w+ (?:by|with|due to) (?:signal )?sigterm",

@@ -12,6 +12,11 @@ def xid(*numbers: int) -> str:
     )
 
 
+def exited(code: int) -> str:
+    """A process, or a container, that ended with this code: `exit status 137`, `"exitCode": 137`, `exit_code: 137`."""
+    return rf"exit(?:ed)?(?: with)?(?: exit)?[ _]?(?:code|status)?[\"']?[ :=]+{code}\b"
+
+
 ABSENT = r"(?!.{0,40}[:=]\s*(?:0|no|none|n/a|false)\b)"
 """Not a counter that stands at zero, as health reports list them."""
 

@@ -9,6 +9,8 @@ HARDWARE: Table = {
             r"uncorrectable nvlink error",
             r"nvlink_?uncorrectable",
             r"nvlink error was detected",
+            r"unable to retrieve nvlink",
+            r"p2p is disabled between nvlink",
         ),
         "switch": (
             r"failed to (?:bind|allocate|create|map).{0,40}nvlink",
@@ -48,9 +50,13 @@ HARDWARE: Table = {
             r"uncorrectable (?:dram|sram|hbm|memory|ecc)?\s?errors? count \W?[1-9]",
             r"(?:dram|sram|hbm) uncorrectable errors?" + ABSENT,
         ),
-        "remap": (r"row[- ]remap\w*.{0,20}fail\w*" + ABSENT,),
+        "remap": (
+            r"row[- ]remap\w*.{0,20}fail\w*" + ABSENT,
+            r"failed ?remapped ?rows" + ABSENT,
+        ),
         "amd": (
-            r"\b[1-9]\d* uncorrectable (?:hardware )?errors? detected",
+            r"(?<!\b0 )uncorrectable hardware error" + ABSENT,
+            r"\b[1-9]\d* uncorrectable errors? detected",
             r"ras.{0,40}uncorrectable error.{0,40}detected",
         ),
         "dcgm": (
@@ -73,14 +79,15 @@ HARDWARE: Table = {
         ),
         "pcie": (r"(?:nvidia|nvrm|amdgpu|gpu).{0,60}(?:lost from (?:the )?(?:pci|bus)|device lost|surprise removal)",),
         "pciback": (
-            r"pcieport.{0,80}(?:fatal error|link down)",
+            r"pcieport.{0,80}(?:fatal error|link down|uncorrect\w+ \(fatal\)|surprise down)",
             r"link down.{0,40}pcie.{0,20}gpu",
         ),
     },
     "gpu_gsp_timeout": {
         "xid": (xid(119, 120),),
         "rpc": (
-            r"timeout.{0,30}waiting for (?:rpc )?(?:response )?from gpu\d* gsp",
+            r"timeout.{0,30}waiting for (?:rpc )?(?:response )?from (?:gpu\d* )?gsp",
+            r"_kgsp\w*timed?out",
             r"gsp (?:rpc )?timeout",
             r"gsp.{0,30}rpc.{0,30}(?:timed? ?out|fail)",
         ),
@@ -96,6 +103,8 @@ HARDWARE: Table = {
         "violation": (
             r"(?:thermal|power) (?:violation|shutdown|trip|throttl\w*|capp?ing).{0,30}(?:gpu|detect|occur|"
             r"active)",
+            r"(?:thermal|power) violations? (?:totaling|of) (?!0 )",
+            r"critical temperature reached",
             r"(?:due to|because of) (?:a )?(?:thermal|power) (?:violation|shutdown|throttl\w*|limit|brake)",
         ),
         "hot": (
@@ -110,6 +119,8 @@ HARDWARE: Table = {
             r"thermal (?:slowdown|throttling)(?!.{0,50}not active).{0,40}(?:gpu|engaged|active|detected)",
             r"gpu.{0,50}thermal(?:ly)? (?:slowdown|throttl|shutdown|event)(?!.{0,40}not active)",
             r"hw_(?:thermal|power_brake)_slowdown",
+            r"clocks?_(?:throttle|event)_(?:thermal|power)",
+            r"slowdown events?.{0,80}exceed",
         ),
         "power": (
             r"(?:auxiliary|external|12v|pcie).{0,20}power.{0,60}(?:not (?:properly )?connected|missing|"
@@ -135,7 +146,7 @@ HARDWARE: Table = {
         ),
         "nvml": (
             r"failed to initialize nvml",
-            r"nvmlinit\w*.{0,20}fail\w*",
+            r"\bnvml[a-z]\w+(?:\(\))?.{0,20}fail\w*",
             r"can't initialize nvml",
             r"nvml: (?:unknown|driver)",
         ),
@@ -185,14 +196,16 @@ HARDWARE: Table = {
             r"amdgpu.{0,60}(?:gpu reset|ring \w+ timeout)",
             r"gpu.{0,30}hang detected",
             r"gpu recovery.{0,20}failed",
+            r"nv_err_reset_required",
+            r"error code unknown error",
         ),
         "container": (r"nvidia-container-cli: (?:initialization|ldcache|mount|detection|driver).{0,10}error",),
         "xid": (xid(8, 38, 46, 56, 57, 58, 61, 62, 109, 110, 122, 123, 124, 125, 126, 143),),
     },
     "gpu_unavailable": {
         "busy": (
-            r"devices?(?:\(s\))? (?:is|are|is/are) busy or unavailable",
-            r"devices_?unavailable",
+            r"devices?(?:\(s\))? (?:is|are|is/are) busy",
+            r"devices?_?unavailable",
             r"device is in exclusive",
         ),
         "none": (
@@ -205,6 +218,7 @@ HARDWARE: Table = {
             r"no supported gpu backend",
             r"no hip gpus",
             r"no gpus? (?:available|on)",
+            r"\b(?:there are|found|only|detected|has) (?:0|no) (?:visible |available )?(?:cuda|gpu|hip)s?\b",
         ),
         "smi": (r"^\s*no devices were found",),
         "ordinal": (
@@ -309,6 +323,7 @@ HARDWARE: Table = {
         ),
         "receiver": (
             r"unresponsive receiver",
+            r"\bprov_errno\b",
             r"unresp(?:onsive)? remote",
             r"fi_addr_efa",
             r"unreach_remote",

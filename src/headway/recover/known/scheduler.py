@@ -6,15 +6,15 @@ SCHEDULER: Table = {
     "node_failure": {
         "slurm": (
             r"due to node failure",
-            r"\bnode_fail\b",
+            r"(?:\b|cyclecloud_)node_fail\b",
             r"node failure on",
             r"nodes? .{0,80}(?:not responding|unexpectedly rebooted)",
         ),
         "ray": (
             r"node has (?:crashed|died)",
-            r"node .{0,120}(?:marked (?:as )?dead|has died|is dead|was terminated|crashed)",
+            r"node .{0,120}(?:(?<!can be )marked (?:as )?dead|has died|is dead|was terminated|crashed)",
             r"nodediederror",
-            r"missed too many heartbeats",
+            r"miss(?:ed|ing) too many heartbeats",
             r"raylet (?:has )?(?:died|crashed|exited)",
             r"node (?:died|crashed) unexpectedly",
         ),
@@ -23,9 +23,10 @@ SCHEDULER: Table = {
             r"\bnodenotready\b",
             r"node is not ready",
             r"node\.kubernetes\.io/(?:unreachable|not-ready|out-of-service)",
-            r"node .{0,80}(?:is|became|went|status is now:?) ?(?:not ?ready|unreachable|offline|unhealthy)",
+            r"node .{0,80}(?:is|became|went|status is now:?) ?(?:not ?ready|unreachable|unresponsive|offline|"
+            r"unhealthy)",
             r"nodeshutdown",
-            r"node (?:no longer exists|shutdown|was deleted)",
+            r"(?<!evicted by a )node (?:no longer exists|shutdown|was deleted)",
             r"kubelet stopped posting node status",
         ),
         "kernel": (
@@ -52,7 +53,7 @@ SCHEDULER: Table = {
     },
     "time_limit": {
         "slurm": (
-            r"due to time limit",
+            r"\bdue to time\b",
             r"(?:state|reason)\s*[:=]\s*timeout\b",
             r"\btime ?limit (?:reached|exceeded|expired|exhausted|hit)",
             r"(?:reached|exceeded|hit|over)(?: (?:the|its|job|a|max(?:imum)?))* (?:time ?limit|wall-?(?:clock|"
@@ -117,13 +118,13 @@ SCHEDULER: Table = {
             r"\bpreempted\b.{0,40}\b(?:by|in favou?r|due)\b",
         ),
         "said": (
-            r"\b(?:was|were|been|be|is|being|got|getting) preempted\b",
+            r"\b(?:was|were|been|be|is|being|got|getting) preempted\b(?!,? or\b)",
             r"\bpreempted (?:by|due|to|at|while|during|and)\b",
-            r"(?:job|pod|node|instance|worker|vm|container|workload|task).{0,60}\bpreempted\b",
+            r"(?:job|pod|node|instance|worker|vm|container|workload|task).{0,60}\bpreempted\b(?!,? or\b)",
         ),
         "notice": (
             r"preempt(?:ion|ed)? (?:notice|signal|warning|event|request|imminent|detected)\b(?! ?handl)",
-            r"(?:receiv|detect|got|caught)\w*.{0,30}\bpreempt(?:ion|ed|ing)?\b",
+            r"(?:receiv|detect|got|caught)\w*.{0,30}\bpreempt(?:ion|ed|ing)?\b(?!,? or\b)",
             r"compute\.instances\.preempted",
             r"\bpreemption(?:byscheduler|bykubescheduler)",
             r"\breason\s*[:=]\s*\"?preempt\w*",
@@ -167,7 +168,7 @@ SCHEDULER: Table = {
             r"the operation was cancell?ed",
             r"taskcancellederror",
             r"ray\.exceptions\.taskcancelled",
-            r"\bjob (?:was )?(?:deleted|qdel)",
+            r"\bjob (?:was )?(?:deleted|qdel)(?! at request of root)",
         ),
     },
 }

@@ -52,7 +52,8 @@ SPECIFIC: Table = {
             r"ncclcollective.{0,20}mismatch",
             r"desync (?:debug|report)",
             r"\bdesync(?:hroni[sz]ed|ed)?\b.{0,40}(?:ranks|collective)",
-            r"message truncated : received \d+ bytes instead of",
+            r"message truncated.{0,20}bytes instead of",
+            r"\brank \d+ has different .{0,80}other ranks",
         ),
     },
     "ddp_unused_parameters": {
@@ -62,6 +63,7 @@ SPECIFIC: Table = {
             r"parameter indices which did not receive grad",
             r"expected to mark a variable ready only once",
             r"did not receive grad(?:ients?)? for rank",
+            r"marked as ready twice",
         ),
     },
     "shm_exhausted": {
@@ -179,6 +181,8 @@ SPECIFIC: Table = {
             r"node running low on memory",
             r"workers? .{0,40}killed due to memory pressure",
             r"ray\.exceptions\.outofmemoryerror",
+            r"rayoutofmemoryerror",
+            r"\d% of the memory on (?:the )?node",
             r"node (?:was|is) low on memory",
         ),
         "malloc": (
@@ -226,6 +230,7 @@ SPECIFIC: Table = {
             r"resourceexhaustederror",
             r"\boom when allocating",
             r"ran out of memory trying to allocate",
+            r"\bmemory while trying to allocate \d+ bytes",
             r"ran out of memory in memory space hbm",
             r"attempting to (?:allocate|reserve).{0,60}(?:hbm|gpu)",
         ),
@@ -338,6 +343,7 @@ SPECIFIC: Table = {
             r"(?:probability tensor|input|tensor|output|logits|prediction|array|values?|weights?|parameters?|x|"
             r"y)s? (?:contains?|has|have|include\w*)(?: either| \w+)? ?\W?\b(?:nans?|infs?|infinity|infinite)\b",
             r"found invalid values:",
+            r"error.{0,120}tensor\(\[{1,3}nan\b",
             r"to satisfy the constraint",
             r"nan(?:s)? (?:detected|encountered|found|or inf)\b(?! found in input tensor)",
             r"cannot convert float nan",
@@ -393,9 +399,12 @@ SPECIFIC: Table = {
             r"(?:checkpoint|saved|loaded|loading|restor\w+)\b.{0,80}(?:shape|size|dimension|"
             r"dtype)s?\b.{0,40}(?:mismatch|does(?:n't| not) match|do not match|differ|incompatible|!=|not equal)",
             r"mismatched (?:shape|size)s?.{0,60}(?:checkpoint|saved|load)",
+            r"\bmetadataindex\(.{0,200}mismatch",
         ),
         "optimizer": (
             r"loaded state dict (?:has|contains)",
+            r"expected \d+ .{0,20}in state.?dict",
+            r"cannot merge two lists with different lengths",
             r"parameter group that doesn'?t match",
             r"different number of parameter groups",
             r"optimizer state.{0,60}(?:mismatch|does not match|doesn't match|different)",
@@ -527,7 +536,7 @@ SPECIFIC: Table = {
         ),
         "monitored": (
             r"exit barrier.{0,60}time",
-            r"coordination service.{0,80}(?:timed? ?out|deadline)",
+            r"coordination service.{0,80}(?<!heartbeat )(?:timed? ?out|deadline)",
         ),
     },
     "port_in_use": {
@@ -591,7 +600,7 @@ SPECIFIC: Table = {
             r"\berofs\b",
             ERROR_BEFORE
             + r".{0,200}(?:input/output error|read-only file ?system|remote i/o error|structure needs cleaning)",
-            r"transport endpoint is not connected",
+            r"transport endpoint is not",
             r"cannot send after transport endpoint",
             r"^\s*(?:input/output error|read-only file system)",
             r"no locks available",
@@ -622,6 +631,9 @@ SPECIFIC: Table = {
             r"sd[a-z]\].{0,40}(?:error|fail)",
             r"hung.{0,20}nfs",
             r"mount.{0,20}(?:lost|disappeared|gone|failed|timed out)",
+            r"(?:unable|failed) to (?:attach or )?mount\b",
+            r"mount ?error",
+            r"\bfailedmount\b(?!.{0,200}not found)",
         ),
         "lock": (
             r"unable to (?:synchronously )?(?:lock|flock) file",
@@ -670,6 +682,7 @@ SPECIFIC: Table = {
             r"requesttimetooskewed",
             r"connecttimeouterror",
             r"readtimeouterror",
+            r"read timeout on endpoint",
             r"endpointconnectionerror",
             r"could not connect to the endpoint",
             r"connectionclosederror",
@@ -771,6 +784,7 @@ SPECIFIC: Table = {
             r"call to connect (?:returned|to|failed|timed)",
             r"socket(?:start|poll|progress)?connect",
             r"no socket interface found",
+            r"socket creation failed",
             r"connect to \S{3,60}.{0,20}(?:fail|refused|timed out)",
             r"nccl.{0,60}(?:connection (?:refused|timed out)|no route to host|bootstrap.{0,30}(?:fail|error|"
             r"refused))",
@@ -785,6 +799,7 @@ SPECIFIC: Table = {
             r"network is unreachable",
             r"connection timed out",
             r"cannot assign requested address",
+            r"address family not supported",
             r"host is unreachable",
             r"hostunreachable",
             r"errno[ =:]*(?:99|101|110|111|113)\b",
@@ -815,6 +830,7 @@ SPECIFIC: Table = {
             r"could not connect to (?:master|store|rank|node|head)",
             r"unable to connect to (?:gcs|master|the (?:head|master)|rank|node)",
             r"ssh: connect to host",
+            r"unable to contact slurm controller",
             r"could not reach (?:master|head|rank)",
         ),
     },
