@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ GET = {
     "bindfs": "apt-get install bindfs, and run as root",
     "mount": "run as root, where mounting a tmpfs is allowed",
     "openssl": "apt-get install openssl",
+    "py-spy": "pip install py-spy",
     **dict.fromkeys(
         ("scontrol", "slurmctld", "slurmd", "munged"), "apt-get install slurm-client slurmctld slurmd munge"
     ),
@@ -23,7 +25,7 @@ GET = {
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("needs"):
         for program in mark.args:
-            if shutil.which(program) is None:
+            if shutil.which(program) is None and shutil.which(program, path=os.path.dirname(sys.executable)) is None:
                 pytest.skip(f"needs {program}: {GET.get(program, 'install it')}")
     for mark in item.iter_markers("needs_package"):
         for package in mark.args:

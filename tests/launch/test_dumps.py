@@ -44,7 +44,7 @@ Start = Callable[..., dict[int, subprocess.Popen[bytes]]]
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts ranks of a script and waits until each has said that it is ready."""
-    monkeypatch.setattr("shutil.which", lambda name: None)  # stacks by signal; py-spy has a test of its own
+    monkeypatch.setattr("shutil.which", lambda *words, **more: None)  # stacks by signal; py-spy has a test of its own
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(script: str, ranks: int = 2) -> dict[int, subprocess.Popen[bytes]]:

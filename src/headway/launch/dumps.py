@@ -184,7 +184,7 @@ def _looks_until(deadline: float) -> Iterator[None]:
 
 def _seen_from_outside(workers: Mapping[int, int], deadline: float) -> dict[int, str]:
     """The stacks of the workers that py-spy can read: none where it is not installed or not permitted."""
-    program = shutil.which("py-spy")
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
     if program is None:
         return {}
     running = {
