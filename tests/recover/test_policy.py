@@ -138,4 +138,14 @@ def test_progress_fills_the_budget_again() -> None:
     assert history.repeats_of("storage_io", False) == 3
     assert history.spent_on("infra", True) == 0
     history.add("storage_io", "infra", True, True)
-    assert (history.spent_on("infra", False), history.repeats, history.restarts) == (1, 1, 4)
+    assert (history.spent_on("infra", False), history.repeats, history.restarts) == (0, 0, 4)
+
+
+def test_after_the_free_restart_the_action_begins_at_its_begin() -> None:
+    history = History()
+    history.add("checkpoint_corrupt", "checkpoint", True, True)
+    known = {"repeats": history.repeats_of("checkpoint_corrupt", False), "spent": history.spent_on("checkpoint", False)}
+    assert decided("checkpoint_corrupt", **known).environ == {"HEADWAY_SKIP_CHECKPOINTS": "1"}
+    assert decided("net_connect_failed", **known).wait_s == 1
+    assert decided("segfault", **known).do == "restart"
+    assert decided("python_error", trained=True, **known).do == "stop"

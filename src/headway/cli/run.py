@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from headway.recover.classify import Classifier
 
 _HELP = ("-h", "--help")
+LINE_LIMIT = 120
+"""Most characters of the line that decided, where that is quoted."""
 
 FLAGS = frozenset(
     (
@@ -289,7 +291,8 @@ class Judge:
         )  # fmt: skip
         decision = self._policy(situation)
         assert decision is not None
-        line = clean_text(verdict.line.strip())[:120]
+        line = clean_text(verdict.line.strip() or ("" if root.exit_code is None else f"exit code {root.exit_code}"))
+        line = line if len(line) <= LINE_LIMIT else f"{line[: LINE_LIMIT - 1]}…"
         done = {"restart": "Restarting", "stop": "Not restarting", "requeue": "Requeueing", "leave": "Restarting"}
         why = f"rank {root.rank} on {root.node} failed: {verdict.category}{f' ({line})' if line else ''}. "
         return Order(

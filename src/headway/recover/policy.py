@@ -37,7 +37,7 @@ class Situation:
     progressed: bool = False
     """Whether it went beyond what earlier attempts had reached."""
     repeats: int = 0
-    """How often in a row the same failure came before this one, without progress."""
+    """How often in a row the same failure was met before this one, each time without progress."""
     spent: int = 0
     """Restarts that failures of this class cost since the last progress."""
     restarts: int = 0
@@ -230,7 +230,7 @@ class History:
     repeats: int = 0
 
     def repeats_of(self, category: str, progressed: bool) -> int:
-        """How often in a row the same failure came before, without progress."""
+        """How often in a row the same failure was met before, each time without progress."""
         return self.repeats if category == self.last and not progressed else 0
 
     def spent_on(self, klass: str, progressed: bool) -> int:
@@ -238,11 +238,12 @@ class History:
         return 0 if progressed else self.spent.get(klass, 0)
 
     def add(self, category: str, klass: str, progressed: bool, spends: bool) -> None:
-        """One more failure, about which something was done."""
+        """One more failure, about which something was done. The restart after progress is for free: only what comes
+        after it without progress counts as a repeat, and against the budget."""
+        self.restarts += spends
         if progressed:
-            self.spent, self.last, self.repeats = {}, "", 0
+            self.spent, self.last, self.repeats = {}, category, 0
+            return
         self.repeats = self.repeats + 1 if category == self.last else 1
         self.last = category
-        if spends:
-            self.restarts += 1
-            self.spent[klass] = self.spent.get(klass, 0) + 1
+        self.spent[klass] = self.spent.get(klass, 0) + spends
