@@ -280,6 +280,8 @@ class Judge:
         from headway.recover.evidence import Evidence
         from headway.recover.policy import Situation
 
+        if not findings:
+            return Order(do="restart", why="another node failed, and did not say why. Restarting.", spends=False)
         root, verdict = self._classifier.root_of([Evidence(**finding) for finding in findings])
         progressed = standing.reached > standing.best
         history = self._history

@@ -233,6 +233,7 @@ class Agent(SimpleElasticAgent):
                 os.close(fd)
         self._logs.start()
         self._error_files = dest.error_files
+        self._kernel.begin()
         self._ooms, self._best = oom_kills(), self._lineage.reached
         self._watches = [RankWatch(self._places(self._name(worker)), self._lineage) for worker in self._crew.workers]
         return {number: worker.pid for number, worker in enumerate(self._crew.workers)}

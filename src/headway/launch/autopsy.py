@@ -29,29 +29,35 @@ def oom_kills(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> i
 
 
 class KernelLog:
-    """The kernel's messages from now on, where this user may read them."""
+    """The kernel's messages of one attempt, where this user may read them."""
 
     def __init__(self, path: str = _KERNEL_LOG) -> None:
         self._fd = -1
+        self._lines: list[str] = []
         with suppress(OSError):
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._fd, 0, os.SEEK_END)
 
+    def begin(self) -> None:
+        """An attempt begins: what was said before is none of it."""
+        self._read()
+        self._lines.clear()
+
     def about(self, pids: set[int]) -> dict[int, str]:
-        """The new lines that name one of these processes, each with those that name a device: what a device did, it did
+        """The lines that name one of these processes, each with those that name a device: what a device did, it did
         to all."""
-        lines = self._new_lines()
+        self._read()
+        lines = self._lines
         devices = [line for line in lines if _DEVICES.search(line)]
         found = {}
         for pid in pids:
-            named = re.compile(rf"(?<![\w.])(?:pid[ =:]*|process |\[|\(){pid}\b")
+            named = re.compile(rf"(?:\bpid[ =:]*|\bprocess |\[|\(){pid}\b(?!\.)")
             mine = [line for line in lines if named.search(line)]
             others = [line for line in devices if line not in mine and not re.search(r"Killed process|oom-kill:", line)]
             found[pid] = "\n".join([*others, *mine][-_MOST_LINES:])
         return found
 
-    def _new_lines(self) -> list[str]:
-        lines: list[str] = []
+    def _read(self) -> None:
         while self._fd >= 0:
             try:
                 record = os.read(self._fd, 8192)
@@ -61,8 +67,7 @@ class KernelLog:
                 continue
             except OSError:
                 break
-            lines.append(record.decode("utf-8", "replace").partition(";")[2].partition("\n")[0])
-        return lines
+            self._lines.append(record.decode("utf-8", "replace").partition(";")[2].partition("\n")[0])
 
 
 def scheduler_says(environ: Mapping[str, str]) -> str:
