@@ -213,3 +213,15 @@ def test_a_policy_that_raises_is_told_of_and_passed_over(home: Path) -> None:
     code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@7=raise", STEPS="10", HEADWAY_POLICY="mine:policy")
     assert code == 0
     assert "HEADWAY_POLICY=mine:policy raised AttributeError" in err
+
+
+def test_a_rank_that_is_at_work_is_given_time(home: Path) -> None:
+    """Without --hang-after, and with the patience of a slow machine made short for the test."""
+    (home / "sitecustomize.py").write_text(
+        "import headway.launch.progress as progress\nprogress.PATIENCE_S, progress.BUSY_FACTOR = 3.0, 1\n"
+    )
+    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@8=busy", STEPS="12", PYTHONPATH=str(home))
+    assert code == 0, err
+    assert "at work: it gets more time" in err
+    assert "failed" not in err
+    assert len(report("j")["attempts"]) == 1

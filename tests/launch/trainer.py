@@ -26,6 +26,10 @@ def fail(kind: str) -> None:
         sys.exit(3)
     elif kind == "hang":
         time.sleep(1000)
+    elif kind == "busy":
+        until = time.monotonic() + 7
+        while time.monotonic() < until:
+            pass
     elif kind == "disk":
         raise OSError(28, "No space left on device")
     else:

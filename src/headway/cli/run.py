@@ -28,7 +28,7 @@ from headway.paths import JOURNAL, JobPaths
 from headway.run import ROLL_UP, open_somewhere, takes_the_spool
 
 if TYPE_CHECKING:
-    from headway.launch.agent import Standing, Surgery
+    from headway.launch.agent import Hang, Standing, Surgery
     from headway.launch.peers import Dumps, Findings, Order
     from headway.recover.classify import Classifier
 
@@ -321,15 +321,17 @@ class Judge:
 
         return {"ranks": {str(rank): asdict(dump) for rank, dump in dumps.collect(pids, folder, 10.0).items()}}
 
-    def explain(self, everywhere: "list[Dumps]") -> dict[int, str]:
+    def explain(self, everywhere: "list[Dumps]") -> "Hang":
         """What each stuck rank hangs in."""
+        from headway.launch.agent import Hang
         from headway.launch.dumps import Dump
         from headway.recover import hang
 
         found = {int(rank): Dump(**told) for node in everywhere for rank, told in node["ranks"].items()}
         finding = hang.explain(found)
         say(finding.text)
-        return dict.fromkeys(finding.stuck_ranks or sorted(found)[:1], finding.text)
+        stuck = dict.fromkeys(finding.stuck_ranks or sorted(found)[:1], finding.text)
+        return Hang(stuck=stuck, may_be_busy=finding.kind in ("missing_rank", "not_in_collective"))
 
 
 def _classifier(given: str) -> "Classifier":

@@ -26,7 +26,7 @@ from headway.errors import PlatformError
 from headway.events.process import process_name
 from headway.events.recorder import Recorder
 from headway.events.vocabulary import Activity, Process, ProcessGone, Told, clean_text
-from headway.launch import elastic, slurm
+from headway.launch import elastic, sessions, slurm
 from headway.launch.autopsy import KernelLog, oom_kills, scheduler_says
 from headway.launch.crew import Crew, Worker
 from headway.launch.notice import EXIT_STOPPED, REPEAT_S, Board, Notice, Poller, source_of
@@ -48,6 +48,9 @@ SETTLE_S = 1.0
 
 VERDICT_S = 5.0
 """How long to wait for the node that has the root to decide."""
+
+WORK_S = 1.0
+"""How long to look whether ranks do anything, at least."""
 
 DUMPS_S = 15.0
 """How long to wait for what the ranks of other nodes are doing."""
@@ -89,8 +92,18 @@ class Surgery:
     """Takes notice of what was decided, here or elsewhere."""
     dump: Callable[[Mapping[int, int], Path], Dumps]
     """Finds out what these ranks are doing: `ranks`, by number, as JSON has it."""
-    explain: Callable[[list[Dumps]], dict[int, str]]
-    """Makes of that why nobody makes progress: what to say of each rank that is stuck."""
+    explain: Callable[[list[Dumps]], "Hang"]
+    """Makes of that why nobody makes progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Why nobody makes progress."""
+
+    stuck: dict[int, str]
+    """What to say of each rank that holds the others up."""
+    may_be_busy: bool
+    """Whether they are outside of any collective, and so may only take their time."""
 
 
 class Agent(SimpleElasticAgent):
@@ -116,8 +129,8 @@ class Agent(SimpleElasticAgent):
         self._kept: dict[int, Kept] = {}
         self._watches: list[RankWatch] = []
         self._ooms: int | None = None
-        self._best = 0
-        self._restarts = 0
+        self._best = self._restarts = 0
+        self._lenience = 1
         self._peers = Peers(_NO_STORE, 0, 0, 1)
         self._board: Board | None = None
         self._stop_by_s, self._told_s = math.inf, 0.0
@@ -234,7 +247,7 @@ class Agent(SimpleElasticAgent):
         self._logs.start()
         self._error_files = dest.error_files
         self._kernel.begin()
-        self._ooms, self._best = oom_kills(), self._lineage.reached
+        self._ooms, self._best, self._lenience = oom_kills(), self._lineage.reached, 1
         self._watches = [RankWatch(self._places(self._name(worker)), self._lineage) for worker in self._crew.workers]
         return {number: worker.pid for number, worker in enumerate(self._crew.workers)}
 
@@ -337,22 +350,37 @@ class Agent(SimpleElasticAgent):
         since = min((watch.last_ns for watch in trained), default=now)
         seconds = (now - since) / 1e9
         self._say(f"no step for {seconds:.0f} s: looking for what hangs …")
-        dumps = self._surgery.dump(self._pids(), Path(self._folder)) | {"node": self._process.node}
-        everywhere = self._peers.exchange_dumps(dumps, DUMPS_S)
+        everywhere = self._peers.exchange_dumps(self._dump(), DUMPS_S)
+        hang = self._surgery.explain(everywhere)
+        active = {rank for told in everywhere for rank in told["active"]}
+        if self._hang_after_s is None and hang.may_be_busy and active.issuperset(hang.stuck) and self._lenience < 32:
+            self._lenience *= 2
+            self._note("whoever holds the others up is at work: it gets more time.")
+            return None
         nodes = {int(rank): told["node"] for told in everywhere for rank in told["ranks"]}
-        stuck = self._surgery.explain(everywhere)
         for place, worker in zip(self._worker_group.workers, self._crew.workers, strict=True):
-            if place.global_rank in stuck:
+            if place.global_rank in hang.stuck:
                 worker.said_code, worker.said_ns = -signal.SIGKILL, since
         findings = [
             {"rank": rank, "node": nodes[rank], "at_ns": _wall_ns(since), "silent_s": seconds, "hang": told}
-            for rank, told in stuck.items()
+            for rank, told in hang.stuck.items()
         ]
         return self._decide(findings)
 
+    def _dump(self) -> Dumps:
+        """What the ranks of this node are doing, and which of them do anything."""
+        pids = self._pids()
+        before, began_s = sessions.work_done(pids.values()), time.monotonic()
+        told = self._surgery.dump(pids, Path(self._folder))
+        time.sleep(max(0.0, began_s + WORK_S - time.monotonic()))
+        after = sessions.work_done(pids.values())
+        active = [rank for rank, pid in pids.items() if _is_active(before[pid], after[pid], time.monotonic() - began_s)]
+        return told | {"node": self._process.node, "active": active}
+
     def _is_too_long(self, watch: RankWatch, now_ns: int) -> bool:
-        patience = watch.patience_ns() if self._hang_after_s is None else int(self._hang_after_s * 1e9)
-        return now_ns - watch.last_ns > patience
+        if self._hang_after_s is not None:
+            return now_ns - watch.last_ns > self._hang_after_s * 1e9
+        return now_ns - watch.last_ns > watch.patience_ns() * self._lenience
 
     def _poll_watches(self) -> None:
         for watch in self._watches:
@@ -585,6 +613,12 @@ class _NoStore:
 
 
 _NO_STORE = _NoStore()
+
+
+def _is_active(before: tuple[int, int], after: tuple[int, int], seconds: float) -> bool:
+    """Whether a session used a tenth of a processor or moved a megabyte a second."""
+    ticks, moved = after[0] - before[0], after[1] - before[1]
+    return ticks > 10 * seconds or moved > (1 << 20) * seconds
 
 
 def _open_log(path: str) -> int:

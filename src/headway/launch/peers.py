@@ -24,7 +24,7 @@ Findings = list[dict[str, Any]]
 
 
 Dumps = dict[str, Any]
-"""What each rank of one node is doing, and the node's name."""
+"""What each rank of one node is doing, which of them are active, and the node's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class Peers:
     def __init__(self, store: Store, attempt: int, me: int, count: int) -> None:
         self.attempt, self.me, self.count = attempt, me, count
         self._store = store
+        self._exchanges = 0
         self._prefix = f"headway/{attempt}/"
 
     def report(self, findings: Findings) -> None:
@@ -84,15 +85,17 @@ class Peers:
 
     def is_asked_for_dumps(self) -> bool:
         """Whether somebody looks for what hangs."""
-        return self.count > 1 and self._has("hangs")
+        return self.count > 1 and self._has(f"hang/{self._exchanges}")
 
     def exchange_dumps(self, mine: Dumps, timeout_s: float) -> list[Dumps]:
         """What the ranks of all nodes are doing; without those of nodes that do not answer in time."""
         if self.count == 1:
             return [mine]
-        self._set("hangs", True)
-        self._set(f"dumps/{self.me}", mine)
-        keys = [f"dumps/{number}" for number in range(self.count)]
+        hang = f"hang/{self._exchanges}"
+        self._exchanges += 1
+        self._set(hang, True)
+        self._set(f"{hang}/{self.me}", mine)
+        keys = [f"{hang}/{number}" for number in range(self.count)]
         until = time.monotonic() + timeout_s
         while not self._has(*keys) and time.monotonic() < until:
             time.sleep(0.05)

@@ -65,6 +65,20 @@ def end(leaders: Collection[int], patience_s: float = 5.0) -> list[int]:
     return alive
 
 
+def work_done(leaders: Collection[int]) -> dict[int, tuple[int, int]]:
+    """What each of these sessions has done so far: kernel ticks of processor time, and bytes read and written."""
+    done = dict.fromkeys(leaders, (0, 0))
+    for pid in members(leaders):
+        with suppress(OSError, IndexError, ValueError):
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            with open(f"/proc/{pid}/io", "rb") as file:
+                moved = sum(int(line.split()[1]) for line in file if line.startswith((b"rchar", b"wchar")))
+            ticks, size = done[int(fields[3])]
+            done[int(fields[3])] = (ticks + int(fields[11]) + int(fields[12]), size + moved)
+    return done
+
+
 def reap_others(ours: Collection[int]) -> None:
     """Takes the ended children that were adopted: nobody else will ask how they ended. Those of this process's own
     session it started itself, and somebody here is waiting for them."""
