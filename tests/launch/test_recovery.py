@@ -1,11 +1,13 @@
 """`headway run` on real processes that fail in every way: what it does, says and writes down."""
 
 import re
+import shlex
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from supervising import TRAINER, descendants, report, run, start, trained, wait_for
+from supervising import HEADWAY, TRAINER, descendants, environment, report, run, start, trained, wait_for
 
 TWO = ["--nproc-per-node", "2", "--job", "j"]
 
@@ -225,3 +227,44 @@ def test_a_rank_that_is_at_work_is_given_time(home: Path) -> None:
     assert "at work: it gets more time" in err
     assert "failed" not in err
     assert len(report("j")["attempts"]) == 1
+
+
+def test_the_rank_that_failed_always_has_its_say(home: Path) -> None:
+    """Its traceback is printed whole before it is ended, also when its excepthook takes its time."""
+    (home / "slow.py").write_text(
+        "import os, sys, time, torch\n"
+        "def hook(*error):\n    time.sleep(0.5)\n    print('told at last', file=sys.stderr)\n"
+        "sys.excepthook = hook\n"
+        "if os.environ['RANK'] == '1': raise ValueError('mine')\n"
+        "time.sleep(1000)\n"
+    )
+    code, _, err = run([*TWO, "slow.py"], home)
+    assert code == 1
+    assert "told at last" in err
+    assert "python_error (ValueError: mine)" in err
+
+
+def test_output_that_nobody_reads_ends_the_job(home: Path) -> None:
+    (home / "chatty.py").write_text("import time\nwhile True: print('x' * 1000); time.sleep(0.001)\n")
+    command = f"{shlex.join([*HEADWAY, 'run', '--job', 'j', 'chatty.py'])} 2> err | head -1"
+    subprocess.run(command, shell=True, cwd=home, check=True, timeout=120)
+    wait_for(lambda: "nobody reads the output any more" in (home / "err").read_text())
+
+
+def test_inside_headway_exec_there_is_one_launcher_and_no_complaint(home: Path) -> None:
+    command = [*HEADWAY, "exec", "--job", "j", *HEADWAY, "run", "--nproc-per-node", "2", str(TRAINER)]
+    done = subprocess.run(
+        command, cwd=home, env=environment(FAULTS="0:1@4=kill", STEPS="9"), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cannot write" not in done.stderr
+    found = assert_accounted("j")
+    assert [attempt["outcome"] for attempt in found["attempts"]] == ["failed", "ended"]
+
+
+def test_a_job_that_cannot_be_measured_is_restarted_as_often_as_allowed(home: Path) -> None:
+    words = ["--nproc-per-node", "2", "--max-restarts", "2", str(TRAINER)]
+    code, out, err = run(words, home, FAULTS="0:1@4=raise 1:1@5=raise", STEPS="9", HEADWAY_DISABLE="1")
+    assert code == 0, err
+    assert out.count("is done") == 2
+    assert "--max-restarts allows 2" in err

@@ -27,7 +27,7 @@ def fail(kind: str) -> None:
     elif kind == "hang":
         time.sleep(1000)
     elif kind == "busy":
-        until = time.monotonic() + 7
+        until = time.monotonic() + 5
         while time.monotonic() < until:
             pass
     elif kind == "disk":

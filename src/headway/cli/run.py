@@ -1,6 +1,8 @@
 """`headway run`: torchrun's command line, with a supervisor that restarts in a second and knows why a job failed."""
 
 import os
+import re
+import select
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from headway.launch.agent import Hang, Standing, Surgery
     from headway.launch.peers import Dumps, Findings, Order
     from headway.recover.classify import Classifier
+    from headway.recover.evidence import Evidence
 
 _HELP = ("-h", "--help")
 LINE_LIMIT = 120
@@ -97,7 +100,7 @@ def _supervise(words: Sequence[str], crew: Crew) -> int:
         config, command = elastic.launch_config(args, scratch)
         crew.size = config.nproc_per_node
         limited = option_of(head_of(words), "max-restarts") or "PET_MAX_RESTARTS" in os.environ
-        judge = Judge(args.max_restarts if limited else None, config.min_nodes < config.max_nodes)
+        judge = Judge(args.max_restarts if limited else None, config.min_nodes)
         with Journals(words) as journals:
             handler = elastic.rendezvous(config, journals.next_attempt)
             agent = Agent(
@@ -191,7 +194,10 @@ class Journals:
 
     def _open(self, process: Process, measured: bool) -> Recorder:
         def create(folder: Path) -> Writer:
-            return Writer(JobPaths(folder, process.job).make().journal(f"{process.role}-{process_name(process)}"))
+            try:
+                return Writer(JobPaths(folder, process.job).make().journal(f"{process.role}-{process_name(process)}"))
+            except FileExistsError:  # by `headway exec`, which became this process, and watches it
+                return Nowhere()
 
         writer, note = open_somewhere(self.settings, create) if measured else (None, "")
         if note:
@@ -256,7 +262,7 @@ class Journals:
 class Judge:
     """Wires the supervisor to those who know about failures: evidence → verdict → decision → order."""
 
-    def __init__(self, max_restarts: int | None, is_elastic: bool) -> None:
+    def __init__(self, max_restarts: int | None, min_nodes: int) -> None:
         from headway.recover.policy import History, default, first_of
 
         settings = Settings.from_environment()
@@ -264,7 +270,7 @@ class Judge:
         mine = [_named(settings.policy, "HEADWAY_POLICY")] if settings.policy else []
         self._policy = first_of(*mine, default(max_restarts))
         self._history = History()
-        self._is_elastic = is_elastic
+        self._min_nodes = min_nodes
 
     def surgery(self) -> "Surgery":
         """What the agent asks."""
@@ -282,6 +288,9 @@ class Judge:
 
         if not findings:
             return Order(do="restart", why="another node failed, and did not say why. Restarting.", spends=False)
+        if "BrokenPipeError" in findings[0].get("exception", "") and _nobody_reads(1):
+            why = "nobody reads the output any more. Not restarting: no retry can help."
+            return Order(do="stop", why=why, category="cancelled", seen={"klass": "scheduler", "progressed": False})
         root, verdict = self._classifier.root_of([Evidence(**finding) for finding in findings])
         progressed = standing.reached > standing.best
         history = self._history
@@ -289,12 +298,12 @@ class Judge:
             category=verdict.category, klass=verdict.klass, action=verdict.action, rank=root.rank, node=root.node,
             line=verdict.line, trained=standing.trained, progressed=progressed,
             repeats=history.repeats_of(verdict.category, progressed), spent=history.spent_on(verdict.klass, progressed),
-            restarts=history.restarts, can_exclude=self._is_elastic, can_requeue="SLURM_JOB_ID" in os.environ,
+            restarts=history.restarts, can_exclude=standing.nodes > max(self._min_nodes, 1),
+            measured=standing.measured, can_requeue="SLURM_JOB_ID" in os.environ,
         )  # fmt: skip
         decision = self._policy(situation)
         assert decision is not None
-        line = clean_text(verdict.line.strip() or ("" if root.exit_code is None else f"exit code {root.exit_code}"))
-        line = line if len(line) <= LINE_LIMIT else f"{line[: LINE_LIMIT - 1]}…"
+        line = _quoted(verdict.line, root)
         done = {"restart": "Restarting", "stop": "Not restarting", "requeue": "Requeueing", "leave": "Restarting"}
         why = f"rank {root.rank} on {root.node} failed: {verdict.category}{f' ({line})' if line else ''}. "
         return Order(
@@ -318,8 +327,12 @@ class Judge:
     def dump(self, pids: Mapping[int, int], folder: Path) -> "Dumps":
         """What these ranks are doing, as JSON has it."""
         from headway.launch import dumps
+        from headway.launch.peers import VALUE_LIMIT
 
-        return {"ranks": {str(rank): asdict(dump) for rank, dump in dumps.collect(pids, folder, 10.0).items()}}
+        found = dumps.collect(pids, folder, 10.0)
+        for rank, dump in found.items():  # the main thread stands last, as do the latest collectives
+            found[rank] = replace(dump, stacks=dump.stacks[-VALUE_LIMIT:], flight=(dump.flight or [])[-256:] or None)
+        return {"ranks": {str(rank): asdict(dump) for rank, dump in found.items()}}
 
     def explain(self, everywhere: "list[Dumps]") -> "Hang":
         """What each stuck rank hangs in."""
@@ -332,6 +345,24 @@ class Judge:
         say(finding.text)
         stuck = dict.fromkeys(finding.stuck_ranks or sorted(found)[:1], finding.text)
         return Hang(stuck=stuck, may_be_busy=finding.kind in ("missing_rank", "not_in_collective"))
+
+
+def _quoted(line: str, root: "Evidence") -> str:
+    """The line that decided, without the rank's prefix; with the next one, if it only says that something follows."""
+    texts = (root.exception, root.stderr)
+    if line.rstrip().endswith(":") and (text := next((text for text in texts if line in text), "")):
+        after = text[text.rindex(line) + len(line) :].split("\n")
+        line += " " + next((words.strip() for words in after if words.strip()), "")
+    line = re.sub(r"^\[\w*\d+\]:\s*", "", line.strip())
+    line = clean_text(line or ("" if root.exit_code is None else f"exit code {root.exit_code}"))
+    return line if len(line) <= LINE_LIMIT else f"{line[: LINE_LIMIT - 1]}…"
+
+
+def _nobody_reads(fd: int) -> bool:
+    """Whether this is a pipe whose other end is closed."""
+    poller = select.poll()
+    poller.register(fd, 0)
+    return any(events & select.POLLERR for _, events in poller.poll(0))
 
 
 def _classifier(given: str) -> "Classifier":

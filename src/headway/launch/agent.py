@@ -77,6 +77,9 @@ class Standing:
     """The first step that was never done."""
     best: int
     """The same, when this attempt began."""
+    measured: bool
+    """Whether steps could be seen at all."""
+    nodes: int
     restarts: int
 
 
@@ -175,7 +178,9 @@ class Agent(SimpleElasticAgent):
             patience_s = self._tick()
             self._heed_signals()
             failed = [worker for worker in self._crew.workers if worker.failed_ns]
-            if failed:
+            if any(worker.is_speaking for worker in failed):
+                patience_s = SOON_S
+            elif failed:
                 return self._about_failure()
             if all(worker.is_done for worker in self._crew.workers):
                 return self._about_end()
@@ -311,6 +316,8 @@ class Agent(SimpleElasticAgent):
             trained=any(watch.steps for watch in self._watches),
             reached=self._lineage.reached,
             best=self._best,
+            measured=any(watch.has_begun for watch in self._watches),
+            nodes=self._peers.count,
             restarts=self._restarts,
         )
 
@@ -459,13 +466,15 @@ class Agent(SimpleElasticAgent):
                 self._note(f"a worker crashed ({name}) at exit, when its program had ended well: so it counts as done.")
         if hung := [worker for worker in self._crew.workers if not worker.gone_ns]:
             self._note(f"{len(hung)} workers were done and did not leave in {EXIT_S:g} s: they are killed.")
-        with suppress(DistError, RuntimeError):  # whoever served the store is done, then
-            while not self._peers.all_finished():
+        until = time.monotonic() + self._exit_barrier_timeout
+        with suppress(DistError):  # whoever served the store is done, then
+            while not self._peers.all_finished() and time.monotonic() < until:
                 if (order := self._peers.decided()) is not None:
                     return order
                 if self._peers.has_failed():
                     return self._about_failure()
-                time.sleep(self._tick())
+                self._crew.look(self._tick(), [self._wake])
+                self._heed_signals()
         if self._board is not None and self._board.stopped:
             return Order(do="requeue", why="the ranks have saved and stopped, as they were told.", spends=False)
         return None
@@ -474,6 +483,8 @@ class Agent(SimpleElasticAgent):
 
     def _heed_signals(self) -> None:
         """Has ranks that listen stop at a step edge. Where none does, a signal to end ends the job at once."""
+        with suppress(BlockingIOError):
+            os.read(self._wake, 4096)
         if time.monotonic() > self._stop_by_s:
             raise Interrupted(signal.SIGTERM)
         while self._signals:

@@ -17,6 +17,9 @@ from headway.launch import sessions, streams
 from headway.launch.channel import Channel
 from headway.launch.worker import Assignment, as_program, folder_modules, send_assignment
 
+SPEAK_NS = 2_000_000_000
+"""How long a worker that raised may take to print it."""
+
 TRIES = 3
 """How often a warm worker is asked for before one is started fresh."""
 
@@ -92,6 +95,12 @@ class Worker:
             return 0
         is_final = self.said_code is None or (self.gone_ns and not self.stopped)
         return self.exit_code if is_final else self.said_code
+
+    @property
+    def is_speaking(self) -> bool:
+        """Whether it has raised, and may still be printing that: it is not to be disturbed, for a while."""
+        said = self.said_code is not None or self.gone_ns
+        return bool(self.exception_ns and not said) and time.monotonic_ns() - self.exception_ns < SPEAK_NS
 
     @property
     def is_done(self) -> bool:

@@ -23,6 +23,9 @@ Findings = list[dict[str, Any]]
 """What is known of each failed rank, as `recover.evidence` has it."""
 
 
+VALUE_LIMIT = 16 * 1024
+"""Most characters of one text that is told to others: torch's store closes the connection at 8 MB for all of them."""
+
 Dumps = dict[str, Any]
 """What each rank of one node is doing, which of them are active, and the node's name."""
 
@@ -59,8 +62,9 @@ class Peers:
         self._prefix = f"headway/{attempt}/"
 
     def report(self, findings: Findings) -> None:
-        """Tells what failed here."""
-        self._set(f"failure/{self.me}", findings)
+        """Tells what failed here, cut to what a store takes."""
+        cut = [{key: v[-VALUE_LIMIT:] if isinstance(v, str) else v for key, v in found.items()} for found in findings]
+        self._set(f"failure/{self.me}", cut)
         self._set("failed", True)
 
     def has_failed(self) -> bool:

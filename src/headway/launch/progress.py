@@ -67,6 +67,11 @@ class RankWatch:
                 self._advance(batch.cell)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it writes a journal at all."""
+        return any(follower.has_begun for follower in self._followers)
+
+    @property
     def is_busy(self) -> bool:
         """Whether it is at something that takes its time, or outside its loop."""
         return bool(self._slow) or self._cell is None or self._cell.since_ns == -1

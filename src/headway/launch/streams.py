@@ -105,8 +105,8 @@ class Tap:
             data = b""
         if not data:
             self._poller.unregister(fd)
-            os.close(fd)
             self._ends.pop(fd, None)
+            os.close(fd)  # last: from here on the number may be another's
             return
         end = self._ends[fd]
         end += data

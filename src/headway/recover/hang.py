@@ -231,8 +231,8 @@ def _crossed(waits: Sequence[_Wait], calls: Mapping[int, "Call"], elsewhere: Col
 # --- what the stacks say ---------------------------------------------------------------------------------------------
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<|/headway/launch/")
-_PLUMBING = re.compile(r"/torch/|/lib/python3[^/]*/(?!(site|dist)-packages/)|^<|/headway/launch/")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<|/headway/(launch|instrument|events)/")
+_PLUMBING = re.compile(r"/torch/|/lib/python3[^/]*/(?!(site|dist)-packages/)|^<|/headway/(launch|instrument|events)/")
 _COLLECTIVE = re.compile(r"/torch/(distributed/(?!checkpoint/|elastic/|launcher/|run\.py)|nn/parallel/distributed\.py)")
 _WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "_call_impl", "_wrapped_call_impl"}
 

@@ -34,6 +34,8 @@ class Situation:
     line: str = ""
     trained: bool = False
     """Whether the attempt trained a step."""
+    measured: bool = True
+    """Whether steps could be seen at all."""
     progressed: bool = False
     """Whether it went beyond what earlier attempts had reached."""
     repeats: int = 0
@@ -98,6 +100,17 @@ def at_most(restarts: int | None) -> Policy:
     return decide
 
 
+def as_allowed(restarts: int | None) -> Policy:
+    """Where no step can be seen, a user's own limit decides, as with torchrun."""
+
+    def decide(situation: Situation) -> Decision | None:
+        if restarts is not None and not situation.measured:
+            return Decision(do="restart", why=f"--max-restarts allows {restarts}", spends=_spends(situation))
+        return None
+
+    return decide
+
+
 def within(budgets: Mapping[str, int | None]) -> Policy:
     """No more restarts without progress than a class of failures is worth."""
 
@@ -124,7 +137,8 @@ def doubt_the_unknown(situation: Situation) -> Decision | None:
 def default(max_restarts: int | None = None, budgets: Mapping[str, int | None] = BUDGETS) -> Policy:
     """The policy of `headway run`. A policy of your own goes before it: `first_of(mine, default())`."""
     return first_of(
-        stop_when_hopeless, at_most(max_restarts), restart_after_progress, within(budgets), doubt_the_unknown,
+        stop_when_hopeless, at_most(max_restarts), as_allowed(max_restarts),
+        restart_after_progress, within(budgets), doubt_the_unknown,
         act_by_category,        lambda situation: Decision(do="stop", why="nobody knows what else to do"),
     )  # fmt: skip
 

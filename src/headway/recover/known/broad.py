@@ -73,6 +73,7 @@ BROAD: Table = {
             r"\bmodulenotfounderror\b",
             r"\bimporterror\b",
             r"no module named",
+            r"can't (?:find '__main__' module|open file '.{1,200}': \[errno 2\])",
             r"cannot import name",
             r"packagenotfounderror",
             r"distributionnotfound",
