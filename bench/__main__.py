@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from bench import imports, instrument, programs, report, scale, size, span, steps
+from bench import imports, instrument, programs, recover, report, scale, size, span, steps
 from bench.measure import Row, machine
 
 TOPICS: dict[str, ModuleType] = {
     "span": span, "steps": steps, "report": report, "scale": scale, "size": size, "import": imports,
     "instrument": instrument,
     "programs": programs,
+    "recover": recover,
 }  # fmt: skip
 
 

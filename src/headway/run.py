@@ -138,6 +138,12 @@ class Run:
         if code := self._obey():
             raise SystemExit(code)
 
+    @property
+    def skip_checkpoints(self) -> int:
+        """How many of the newest checkpoints not to restore from: a supervisor found the last ones to be bad."""
+        given = os.environ.get("HEADWAY_SKIP_CHECKPOINTS", "")
+        return int(given) if given.isdecimal() else 0
+
     # --- stopping on notice ---
 
     @property

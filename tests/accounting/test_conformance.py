@@ -1008,7 +1008,8 @@ def test_commands_one_after_the_other_are_one_job_from_the_first_to_the_last(sto
     ledger = story.ledger()
     assert took(ledger) == {
         "start.launcher_init": 32,
-        "recover.detection": 8,
+        "recover.detection": 1,
+        "recover.backoff": 7,
         "recover.launcher_init": 4,
         "training.effective": 150,
         "shutdown.teardown": 15,

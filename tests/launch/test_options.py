@@ -186,6 +186,10 @@ def test_a_script_that_is_not_there_or_not_given(home: Path) -> None:
         (["--signals-to-handle", "SIGNOPE"], "SIGNOPE"),
         (["--redirects", "nine"], "nine"),
         (["--numa-binding", "node"], "torch sees no GPU here"),
+        (["--nproc-per-node", "0"], "at least one worker is needed"),
+        (["--rdzv-backend", "static", "--master-port", "80000"], "80000 is no port"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "bad:port"], "bad:port"),
+        (["--hang-after", "-3"], "--hang-after -3 is no time"),
     ],
 )
 def test_values_that_make_no_sense(words: list[str], said: str, script: Path, home: Path) -> None:

@@ -127,7 +127,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 saved = Path(f"at-{run.rank}")
 start = int(saved.read_text()) if saved.exists() else 0
 run.on_stop(lambda step: saved.write_text(str(step)))
-for step, _ in run.steps(range(start, 150), start=start):
+for step, _ in run.steps(range(start, int(os.environ.get("STEPS", "150"))), start=start):
     optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()
     with open(f"trained-{run.rank}", "a") as file:
         file.write(f"{os.environ['HEADWAY_ATTEMPT']} {step}\\n")
@@ -154,7 +154,7 @@ def test_on_notice_all_ranks_save_at_the_same_step_and_the_next_run_goes_on_ther
 
 def test_a_notice_may_come_from_elsewhere(home: Path) -> None:
     (home / "polite.py").write_text(POLITE)
-    process = start([*TWO, "polite.py"], home, HEADWAY_NOTICE=f"file:{home}/go")
+    process = start([*TWO, "polite.py"], home, HEADWAY_NOTICE=f"file:{home}/go", STEPS="2000")
     wait_for(lambda: len(trained(home)) > 5, process)
     (home / "go").touch()
     assert process.wait(60) == 75
@@ -224,7 +224,7 @@ def test_a_rank_that_is_at_work_is_given_time(home: Path) -> None:
     )
     code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@8=busy", STEPS="12", PYTHONPATH=str(home))
     assert code == 0, err
-    assert "at work: it gets more time" in err
+    assert "may only take its time: it gets more" in err
     assert "failed" not in err
     assert len(report("j")["attempts"]) == 1
 
@@ -268,3 +268,58 @@ def test_a_job_that_cannot_be_measured_is_restarted_as_often_as_allowed(home: Pa
     assert code == 0, err
     assert out.count("is done") == 2
     assert "--max-restarts allows 2" in err
+
+
+def test_a_policy_that_returns_no_decision_is_told_of_and_passed_over(home: Path) -> None:
+    (home / "mine.py").write_text("def policy(situation):\n    return 'restart'\n")
+    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@7=raise", STEPS="9", HEADWAY_POLICY="mine:policy")
+    assert code == 0, err
+    assert "returned 'restart', which is no Decision" in err
+
+
+def test_without_a_restart_whoever_failed_leaves_in_peace(home: Path) -> None:
+    (home / "thread.py").write_text(
+        "import atexit, os, threading, time, torch\n"
+        "def upload():\n    time.sleep(1)\n    print('uploaded', os.environ['RANK'], flush=True)\n"
+        "atexit.register(lambda: print('left', os.environ['RANK'], flush=True))\n"
+        "if os.environ['RANK'] == '1':\n    threading.Thread(target=upload).start()\n    raise ValueError('mine')\n"
+        "time.sleep(1000)\n"
+    )
+    code, out, err = run([*TWO, "thread.py"], home)
+    assert code == 1
+    assert "uploaded 1" in out, err
+    assert "left 1" in out
+
+
+def test_resuming_by_dcp_or_by_skipping_batches_counts_the_steps_that_were_trained(home: Path) -> None:
+    """torch makes an optimizer's state by a step that changes nothing; batches that are skipped are no accumulation."""
+    (home / "resume.py").write_text(
+        "import os, torch\n"
+        "from torch.distributed.checkpoint.state_dict import get_state_dict\n"
+        "model = torch.nn.Linear(2, 2); optimizer = torch.optim.Adam(model.parameters())\n"
+        "get_state_dict(model, optimizer)\n"
+        "first = 0\n"
+        "if os.path.exists('saved.pt'):\n"
+        "    state = torch.load('saved.pt'); model.load_state_dict(state['m']); optimizer.load_state_dict(state['o'])\n"
+        "    first = state['step']\n"
+        "for step, batch in enumerate(torch.utils.data.DataLoader(torch.randn(120, 2), batch_size=4)):\n"
+        "    if step < first: continue\n"
+        "    model(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "    if step in (19, 29):\n"
+        "        torch.save({'m': model.state_dict(), 'o': optimizer.state_dict(), 'step': step + 1}, 'saved.pt')\n"
+        "    if step == 24 and os.environ['HEADWAY_ATTEMPT'] == '0': raise ValueError('x')\n"
+    )
+    code, _, err = run(["--job", "j", "resume.py"], home)
+    assert code == 0, err
+    assert report("j")["steps"] == {"new": 30, "repeated": 5, "unsaved": 0}
+
+
+def test_a_script_that_only_makes_state_has_made_no_progress(home: Path) -> None:
+    (home / "init.py").write_text(
+        "import torch\nfrom torch.distributed.checkpoint.state_dict import get_state_dict\n"
+        "model = torch.nn.Linear(2, 2)\nget_state_dict(model, torch.optim.Adam(model.parameters()))\n"
+        "raise ValueError('cannot resume')\n"
+    )
+    code, _, err = run(["--job", "j", "init.py"], home)
+    assert code == 1
+    assert "Not restarting: it failed before its first step" in err

@@ -52,6 +52,8 @@ class Attempt:
     alive: bool = False
     awaits_restart: bool = False
     """Its processes failed and are gone, and its launcher lives: it may start them again."""
+    abandoned_ns: int | None = None
+    """When the last launcher ended that would have started it again: from then on nobody did, until somebody did."""
     launched_ns: int | None = None
     """When the first launcher began that is new to this attempt."""
     prepared_ns: int | None = None
@@ -227,12 +229,16 @@ def _set_launches(attempts: list[Attempt], launchers: list[Member]) -> None:
         for launcher in launchers
         if launcher.gone and launcher.gone.exit_code
     )
+    ends = [launcher.last_sign_ns for launcher in launchers if launcher.gone]
     known = 0
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=True) if launchers else ():
         until = NEVER_NS if following is None else max(member.begin_ns for member in attempt.members.values())
         begun = bisect_right(begins, until)
         if begun > known:
             attempt.launched_ns, known = begins[known], begun
+        if following is not None:
+            gone = [end for end in ends if attempt.first_start_ns < end < following.first_start_ns + TICK_NS]
+            attempt.abandoned_ns = max(gone, default=None)
         first = bisect_left(failures, (attempt.first_start_ns + TICK_NS,))
         if first < len(failures) and (following is None or failures[first][0] < following.first_start_ns + TICK_NS):
             attempt.exit_code = failures[first][1]
@@ -327,6 +333,7 @@ class Gap:
         self._launcher = launcher
         self._scheduled = attempt.scheduled
         self._left_ns = previous.left_ns if previous else 0
+        self._abandoned_ns = previous.abandoned_ns if previous else None
         witnessed = previous.members.values() if previous and previous.is_witnessed else ()
         self._launchers = {m.process.launcher for m in witnessed} - {""}
 
@@ -349,6 +356,8 @@ class Gap:
             in_place = process.launcher in self._launchers
             milestones.append((attempt.begin_ns, Activity.TEARDOWN))
             milestones.append((self._left_ns, Activity.RENDEZVOUS if in_place else Activity.DETECTION))
+            if self._abandoned_ns is not None and self._abandoned_ns >= self._left_ns and not in_place:
+                milestones.append((self._abandoned_ns, Activity.BACKOFF))
         scheduled = self._scheduled
         # By the time of allocation: platforms cut to whole seconds, so a job may seem eligible before it failed.
         if scheduled and (self._is_first or scheduled.allocated_wall_ns >= attempt.begin_ns):

@@ -63,6 +63,8 @@ class Member:
     @property
     def has_stopped(self) -> bool:
         """Whether it stopped on notice: its work is saved, and not done. Its exit code then says just that."""
+        if self.gone is not None and self.gone.stopped:
+            return True
         ended = self.timeline.ended
         return ended is not None and ended.error is None and ended.category is not None
 

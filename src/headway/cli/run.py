@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headway.launch.peers import Dumps, Findings, Order
     from headway.recover.classify import Classifier
     from headway.recover.evidence import Evidence
+    from headway.recover.policy import Policy
 
 _HELP = ("-h", "--help")
 LINE_LIMIT = 120
@@ -58,7 +59,9 @@ def run(words: tuple[str, ...]) -> None:
 
     Takes torchrun's options, and some of its own: `headway run --help` lists them all.
     """
-    if not words or words[0] in _HELP:
+    if not words:
+        raise InputError("there is no script to run: name it, as in `headway run train.py`. For all options: --help.")
+    if words[0] in _HELP:
         parser().print_help()
         return
     head = head_of(words)
@@ -164,6 +167,8 @@ def parse(words: Sequence[str]) -> Namespace:
     if len(head_of(words)) >= len(words):
         raise InputError("there is no script to run: name it after the options, as in `headway run train.py`.")
     args = options.parse_args(list(words))
+    if args.hang_after is not None and args.hang_after < 0:
+        raise InputError(f"--hang-after {args.hang_after:g} is no time: give seconds, or 0 to switch it off.")
     if not args.module and not args.no_python and not os.path.exists(args.training_script):
         raise InputError(
             f"there is no script {args.training_script} in {os.getcwd()}. For a module use -m, for a program of "
@@ -242,8 +247,10 @@ class Journals:
             folders.reverse()
         return [JobPaths(folder, self.process.job).journal(name) for folder in folders]
 
-    def next_attempt(self) -> int:
-        """The number of the attempt that begins now: one more than any supervisor of this job has given out."""
+    def next_attempt(self, last: int) -> int:
+        """The number of the attempt that begins now: one more than the last, and than any supervisor of this job has
+        given out."""
+        self._attempt = max(self._attempt, last)
         try:
             self._attempt = max(self._attempt, int(self._paths.attempts.read_text()))
         except (OSError, ValueError):
@@ -267,7 +274,7 @@ class Judge:
 
         settings = Settings.from_environment()
         self._classifier = _classifier(settings.failure_rules)
-        mine = [_named(settings.policy, "HEADWAY_POLICY")] if settings.policy else []
+        mine = [_checked(settings.policy)] if settings.policy else []
         self._policy = first_of(*mine, default(max_restarts))
         self._history = History()
         self._min_nodes = min_nodes
@@ -344,7 +351,8 @@ class Judge:
         finding = hang.explain(found)
         say(finding.text)
         stuck = dict.fromkeys(finding.stuck_ranks or sorted(found)[:1], finding.text)
-        return Hang(stuck=stuck, may_be_busy=finding.kind in ("missing_rank", "not_in_collective"))
+        kind = finding.kind
+        return Hang(stuck=stuck, may_be_busy=kind == "missing_rank", is_unclear=kind == "not_in_collective")
 
 
 def _quoted(line: str, root: "Evidence") -> str:
@@ -373,6 +381,22 @@ def _classifier(given: str) -> "Classifier":
     if given and not os.path.exists(given) and ":" in given:
         return Classifier(ask=_named(given, "HEADWAY_FAILURE_RULES"))
     return Classifier(load_rules(given) if given else ())
+
+
+def _checked(name: str) -> "Policy":
+    """A user's policy; what it says counts if it can be done."""
+    from headway.recover.policy import DOINGS, Decision
+
+    policy = _named(name, "HEADWAY_POLICY")
+
+    def decide(situation: Any) -> Any:
+        decision = policy(situation)
+        if decision is None or (isinstance(decision, Decision) and decision.do in DOINGS):
+            return decision
+        say(f"HEADWAY_POLICY={name} returned {decision!r:.80}, which is no Decision. headway decides by itself.")
+        return None
+
+    return decide
 
 
 def _named(name: str, setting: str) -> Any:

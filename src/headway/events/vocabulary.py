@@ -222,6 +222,8 @@ class ProcessGone:
     """Why it failed, if it was the first of its attempt to do so."""
     name: str = ""
     """Which process, in a supervisor's journal; empty for the one whose journal this is."""
+    stopped: bool = False
+    """It was ended, and started again, for a reason that is no failure: nodes that joined."""
 
 
 @dataclass(slots=True, kw_only=True)

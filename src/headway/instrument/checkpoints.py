@@ -127,7 +127,23 @@ def _accelerate(session: "Session", module: Any) -> None:
     _loads(session, module.Accelerator, "load_state", ("self", "input_dir"), loaded)
 
 
+def _dcp_state(session: "Session", module: Any) -> None:
+    """torch has an optimizer without state make one by a step that changes nothing: that is no training."""
+    patch = session.patch(module, "_init_optim_state", ("optim",))
+    if patch is None:
+        return
+
+    def begins(*args: Any, **kwargs: Any) -> None:
+        session.ignores_steps += 1
+
+    def ends(token: Any, result: Any, error: BaseException | None) -> None:
+        session.ignores_steps -= 1
+
+    patch.put(around(patch, begins, ends))
+
+
 MODULES = {
+    "torch.distributed.checkpoint.state_dict": _dcp_state,
     "torch.serialization": _torch_files,
     "torch.nn.modules.module": _loaded_into("Module"),
     "torch.optim.optimizer": _loaded_into("Optimizer"),

@@ -329,6 +329,8 @@ def _optimizers(session: "Session", module: Any) -> None:
         return
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if session.ignores_steps:
+            return
         tracker = session.tracker
         if tracker is not None and tracker.steps_done:
             tracker.stepped(optimizer)

@@ -299,7 +299,9 @@ class Tracker:
             self._meter.resume(began)
         else:
             sizes = [way.loader.batch_size * way.fetches for way in ways if way.loader.batch_size]
-            self._meter.open(first, sizes[0] if sizes else None, began)
+            # After a restore, batches before the first step may be such that were skipped, not accumulated.
+            skipped = loads and any(way.fetches > 1 for way in ways)
+            self._meter.open(first, sizes[0] if sizes and not skipped else None, began)
 
     def _recognise(self) -> list[Pass]:
         """The passes that turn out to train, now that an optimizer has stepped."""

@@ -36,6 +36,8 @@ class Session:
         self._open = threading.local()
         self._stacks: dict[int, list[tuple[str, Span]]] = {}
         self._joined_ns = 0
+        self.ignores_steps = 0
+        """Above 0 while an optimizer steps that trains nothing."""
         self.waited = False
         """Whether the process was kept waiting for something to do, and counts from there."""
 

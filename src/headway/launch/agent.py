@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
 from torch.distributed.launcher.api import LaunchConfig
 
 from headway.errors import PlatformError
@@ -49,11 +49,17 @@ SETTLE_S = 1.0
 VERDICT_S = 5.0
 """How long to wait for the node that has the root to decide."""
 
+LENIENCE, MOST_LENIENCE = 10, 80
+"""How many times as long a rank may take that is in no collective; and one that is at work besides."""
+
 WORK_S = 1.0
 """How long to look whether ranks do anything, at least."""
 
 DUMPS_S = 15.0
 """How long to wait for what the ranks of other nodes are doing."""
+
+UNSEEN_S = 60.0
+"""An attempt that lives longer than that without a step has some that cannot be seen."""
 
 SOON_S, TICK_S = 0.2, 1.0
 """After which time to look around first, and how often then."""
@@ -62,8 +68,12 @@ STOP_S = 300.0
 """What ranks that listen get to come to a step edge and save, where nobody says how much time there is."""
 
 
-class Interrupted(Exception):
-    """A signal is to end the job."""
+class NotNeeded(Exception):
+    """The job goes on, or ended, without this node."""
+
+
+class Interrupted(BaseException):
+    """A signal is to end the job. It may be raised in the middle of torch's own code, which must not catch it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +116,9 @@ class Hang:
     stuck: dict[int, str]
     """What to say of each rank that holds the others up."""
     may_be_busy: bool
-    """Whether they are outside of any collective, and so may only take their time."""
+    """Whether they are outside of the collective that others wait in, and so may only take their time."""
+    is_unclear: bool
+    """Whether nobody waits for anybody: that may be work after the training."""
 
 
 class Agent(SimpleElasticAgent):
@@ -118,7 +130,8 @@ class Agent(SimpleElasticAgent):
         folder: str, hang_after_s: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(spec)
-        self._config, self._command, self._crew, self._surgery, self._say = config, list(command), crew, surgery, say
+        self._config, self._command, self._crew, self._surgery = config, list(command), crew, surgery
+        self._tell_user = say
         self._recorder, self._process, self._places = recorder, process, places
         self._hang_after_s = hang_after_s
         assert isinstance(spec.rdzv_handler, elastic.FreshStore)
@@ -134,6 +147,7 @@ class Agent(SimpleElasticAgent):
         self._ooms: int | None = None
         self._best = self._restarts = 0
         self._lenience = 1
+        self._started_s = 0.0
         self._peers = Peers(_NO_STORE, 0, 0, 1)
         self._board: Board | None = None
         self._stop_by_s, self._told_s = math.inf, 0.0
@@ -151,6 +165,10 @@ class Agent(SimpleElasticAgent):
                 return self._run()
             except Interrupted as error:
                 return self._end_by_signal(int(error.args[0]))
+            except NotNeeded:
+                self._say("the job has all the nodes it needs, or is over: this one is not needed.")
+                self.closes_rendezvous = False
+                return RunResult(state=WorkerState.SUCCEEDED)
             finally:
                 self._shutdown()
 
@@ -200,12 +218,15 @@ class Agent(SimpleElasticAgent):
         """What is going on with the other nodes, and whether anything moves here."""
         self._crew.get_ready()
         try:
-            if self._peers.has_failed():
+            is_alarmed = self._peers.is_alarmed()
+            if is_alarmed and (order := self._peers.decided()) is not None:
+                return order
+            if is_alarmed and self._peers.has_failed():
                 return self._about_failure()
             if self._is_elastic and self._rendezvous_handler.num_nodes_waiting() > 0:
-                self._rendezvous_handler.members_change = True
-                return Order(do="restart", why="nodes want to join: the workers restart with them.", spends=False)
-            return self._about_hang()
+                why = "nodes want to join: the workers restart with them."
+                return self._peers.decide(Order(do="restart", why=why, joins=True, spends=False))
+            return self._about_hang(is_alarmed and self._peers.is_asked_for_dumps())
         except (DistError, RendezvousError) as error:
             self._lost_store(error)
             return None
@@ -216,6 +237,8 @@ class Agent(SimpleElasticAgent):
         with self._recorder.span(Activity.RENDEZVOUS), self._interruptible():
             try:
                 super()._rendezvous(worker_group)
+            except RendezvousGracefulExitError as error:
+                raise NotNeeded(str(error)) from error
             except (DistError, RendezvousError) as error:
                 where = self._config.rdzv_endpoint
                 raise PlatformError(
@@ -252,6 +275,7 @@ class Agent(SimpleElasticAgent):
         self._logs.start()
         self._error_files = dest.error_files
         self._kernel.begin()
+        self._started_s = time.monotonic()
         self._ooms, self._best, self._lenience = oom_kills(), self._lineage.reached, 1
         self._watches = [RankWatch(self._places(self._name(worker)), self._lineage) for worker in self._crew.workers]
         return {number: worker.pid for number, worker in enumerate(self._crew.workers)}
@@ -316,10 +340,15 @@ class Agent(SimpleElasticAgent):
             trained=any(watch.steps for watch in self._watches),
             reached=self._lineage.reached,
             best=self._best,
-            measured=any(watch.has_begun for watch in self._watches),
+            measured=self._is_measured(),
             nodes=self._peers.count,
             restarts=self._restarts,
         )
+
+    def _is_measured(self) -> bool:
+        """Whether steps would be seen if there were any: one was, or there was hardly time for one."""
+        lived_s = time.monotonic() - self._started_s
+        return self._lineage.has_steps or (any(watch.has_begun for watch in self._watches) and lived_s < UNSEEN_S)
 
     def _findings(self) -> Findings:
         failed = [
@@ -346,13 +375,16 @@ class Agent(SimpleElasticAgent):
             for rank, worker in failed
         ]
 
-    def _about_hang(self) -> Order | None:
+    def _about_hang(self, is_asked: bool) -> Order | None:
         if self._hang_after_s == 0:
             return None
         self._poll_watches()
         now = time.monotonic_ns()
-        trained = [watch for watch in self._watches if watch.steps > 1]
-        if not any(self._is_too_long(watch, now) for watch in trained) and not self._peers.is_asked_for_dumps():
+        pairs = zip(self._crew.workers, self._watches, strict=True)
+        trained = [
+            watch for worker, watch in pairs if not worker.is_over and watch.steps > 1 and not watch.has_finished
+        ]
+        if not is_asked and not any(self._is_too_long(watch, now) for watch in trained):
             return None
         since = min((watch.last_ns for watch in trained), default=now)
         seconds = (now - since) / 1e9
@@ -360,9 +392,8 @@ class Agent(SimpleElasticAgent):
         everywhere = self._peers.exchange_dumps(self._dump(), DUMPS_S)
         hang = self._surgery.explain(everywhere)
         active = {rank for told in everywhere for rank in told["active"]}
-        if self._hang_after_s is None and hang.may_be_busy and active.issuperset(hang.stuck) and self._lenience < 32:
-            self._lenience *= 2
-            self._note("whoever holds the others up is at work: it gets more time.")
+        if self._hang_after_s is None and self._gets_time(hang, active.issuperset(hang.stuck)):
+            self._note("whoever holds the others up may only take its time: it gets more.")
             return None
         nodes = {int(rank): told["node"] for told in everywhere for rank in told["ranks"]}
         for place, worker in zip(self._worker_group.workers, self._crew.workers, strict=True):
@@ -373,6 +404,19 @@ class Agent(SimpleElasticAgent):
             for rank, told in hang.stuck.items()
         ]
         return self._decide(findings)
+
+    def _gets_time(self, hang: Hang, is_active: bool) -> bool:
+        """Where nobody waits for anybody, always. What others wait for may be a long save: it gets ten times as long,
+        and longer while it works."""
+        if hang.is_unclear:
+            self._lenience *= LENIENCE
+        elif hang.may_be_busy and self._lenience < LENIENCE:
+            self._lenience = LENIENCE
+        elif hang.may_be_busy and is_active and self._lenience < MOST_LENIENCE:
+            self._lenience *= 2
+        else:
+            return False
+        return True
 
     def _dump(self) -> Dumps:
         """What the ranks of this node are doing, and which of them do anything."""
@@ -407,6 +451,8 @@ class Agent(SimpleElasticAgent):
 
     def _carry_out(self, order: Order) -> bool:
         """Ends the attempt as ordered. True if the next one is to begin."""
+        if self._told_s and order.do in ("restart", "leave"):
+            order = replace(order, do="requeue", why=f"{order.why} But it was told to stop, and stays so.")
         detected_ns = time.monotonic_ns()
         failed_ns = min((worker.failed_ns for worker in self._crew.workers if worker.failed_ns), default=detected_ns)
         self._recorder.period(Activity.DETECTION, failed_ns, detected_ns)
@@ -414,15 +460,18 @@ class Agent(SimpleElasticAgent):
         told = {key: value for key, value in asdict(order).items() if value and key != "seen"}
         self._recorder.mark(Told.DECISION, attempt=self._peers.attempt, **told)
         self._say(order.why)
-        restarts = order.do == "restart" or (order.do == "leave" and order.node != self._process.node)
+        is_ours = order.rank in {worker.global_rank for worker in self._worker_group.workers}
+        restarts = order.do == "restart" or (order.do == "leave" and not is_ours)
         with self._recorder.span(Activity.TEARDOWN):
-            self._tear_down(GRACE_S if restarts else float(self._config.shutdown_timeout or 0))
+            self._tear_down(GRACE_S if restarts else float(self._config.shutdown_timeout or 0), in_peace=not restarts)
         self._gone_all(order)
         if not restarts:
             self.exit_code = self._back_in_queue("sigterm") if order.do == "requeue" else 1
             self.closes_rendezvous = order.do != "leave"
             return False
-        self._rendezvous_handler.members_change |= order.do == "leave"
+        self._rendezvous_handler.members_change |= order.joins or order.do == "leave"
+        if order.seen.get("progressed"):
+            self._extra.pop("HEADWAY_SKIP_CHECKPOINTS", None)  # the one it went back to proved good
         self._extra.update(order.environ)
         self._restarts += 1
         self._remaining_restarts = max(0, self._worker_group.spec.max_restarts - self._restarts)
@@ -431,8 +480,9 @@ class Agent(SimpleElasticAgent):
                 time.sleep(order.wait_s)
         return True
 
-    def _tear_down(self, grace_s: float) -> None:
-        stuck = self._crew.stop(signal.SIGTERM, grace_s)
+    def _tear_down(self, grace_s: float, in_peace: bool) -> None:
+        stuck = self._crew.stop(signal.SIGTERM, grace_s, hurry=lambda: bool(self._signals), in_peace=in_peace)
+        self._board = None  # whom it told is gone
         if stuck:
             self._say(f"processes {', '.join(map(str, stuck))} cannot be killed: the kernel holds them.")
         self._logs.close()
@@ -448,12 +498,12 @@ class Agent(SimpleElasticAgent):
                     exit_code=worker.code,
                     category=order.category if order is not None and is_root else None,
                     name=self._name(worker),
+                    stopped=order is not None and order.joins,
                 )
             )
 
     def _about_end(self) -> Order | None:
         """All workers here are done: waits until they are gone, and the others are done as well."""
-        self._peers.finish() if self._peers.count > 1 else None
         until = time.monotonic() + EXIT_S
         while not all(worker.gone_ns for worker in self._crew.workers) and time.monotonic() < until:
             self._crew.look(0.5, [self._wake])
@@ -462,19 +512,22 @@ class Agent(SimpleElasticAgent):
             return self._about_failure()
         for worker in self._crew.workers:
             if (worker.exit_code or 0) < 0:
-                name = signal.Signals(-(worker.exit_code or 0)).name
+                name = _name_of(-(worker.exit_code or 0))
                 self._note(f"a worker crashed ({name}) at exit, when its program had ended well: so it counts as done.")
         if hung := [worker for worker in self._crew.workers if not worker.gone_ns]:
             self._note(f"{len(hung)} workers were done and did not leave in {EXIT_S:g} s: they are killed.")
         until = time.monotonic() + self._exit_barrier_timeout
+        self.closes_rendezvous = False  # as long as another node may need it
         with suppress(DistError):  # whoever served the store is done, then
-            while not self._peers.all_finished() and time.monotonic() < until:
+            self._peers.finish()
+            while not (all_done := self._peers.all_finished()) and time.monotonic() < until:
                 if (order := self._peers.decided()) is not None:
                     return order
                 if self._peers.has_failed():
                     return self._about_failure()
                 self._crew.look(self._tick(), [self._wake])
                 self._heed_signals()
+            self.closes_rendezvous = all_done
         if self._board is not None and self._board.stopped:
             return Order(do="requeue", why="the ranks have saved and stopped, as they were told.", spends=False)
         return None
@@ -494,7 +547,7 @@ class Agent(SimpleElasticAgent):
             if number != signal.SIGUSR1:
                 raise Interrupted(number)
             for worker in self._crew.workers:
-                if not worker.gone_ns:
+                if not worker.gone_ns and sessions.handles(worker.pid, number):
                     os.kill(worker.pid, number)
 
     def _tell_to_stop(self, notice: Notice) -> bool:
@@ -538,10 +591,10 @@ class Agent(SimpleElasticAgent):
         return 0 if requeue.done else EXIT_STOPPED
 
     def _end_by_signal(self, number: int) -> RunResult:
-        name, grace_s = signal.Signals(number).name, self._config.shutdown_timeout
+        name, grace_s = _name_of(number), self._config.shutdown_timeout
         self._say(f"{name} received: the workers get it too, and {grace_s} s.")
         with self._recorder.span(Activity.TEARDOWN):
-            self._crew.stop(number, float(self._config.shutdown_timeout or 0))
+            self._crew.stop(number, float(self._config.shutdown_timeout or 0), hurry=lambda: bool(self._signals))
         self._gone_all(None)
         self.exit_code = 128 + number
         if slurm.is_slurm(os.environ) and slurm.why_signalled(os.environ, name.lower()).reason in slurm.COMES_BACK:
@@ -553,6 +606,7 @@ class Agent(SimpleElasticAgent):
     def _signals_caught(self) -> Iterator[None]:
         names = [name.strip() for name in self._config.signals_to_handle.split(",") if name.strip()]
         numbers = {*(getattr(signal, name) for name in names), *STOP_SIGNALS}
+        numbers = {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}  # as by `nohup`
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         handlers = {number: signal.signal(number, self._caught) for number in numbers}
@@ -608,6 +662,11 @@ class Agent(SimpleElasticAgent):
             self._noted.add(text)
             self._say(text)
 
+    def _say(self, text: str) -> None:
+        """Tells the user, on a line of its own: the workers' last one may be a progress bar."""
+        self._tap.end_line()
+        self._tell_user(text)
+
 
 class _NoStore:
     """Stands for the store before there is one."""
@@ -624,6 +683,13 @@ class _NoStore:
 
 
 _NO_STORE = _NoStore()
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"
 
 
 def _is_active(before: tuple[int, int], after: tuple[int, int], seconds: float) -> bool:

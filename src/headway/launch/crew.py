@@ -103,6 +103,11 @@ class Worker:
         return bool(self.exception_ns and not said) and time.monotonic_ns() - self.exception_ns < SPEAK_NS
 
     @property
+    def is_over(self) -> bool:
+        """Whether its program has ended, well or not."""
+        return bool(self.gone_ns) or self.said_code is not None
+
+    @property
     def is_done(self) -> bool:
         """Whether its program has ended well."""
         return self.code == 0 and (self.said_code == 0 or self.gone_ns > 0)
@@ -144,7 +149,10 @@ class Worker:
     def _bury(self, now_ns: int) -> None:
         self.gone_ns = now_ns
         with suppress(ChildProcessError):
-            self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            # Not reaped yet: as long as it is a zombie, no other process gets the number that names its session.
+            info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            assert info is not None
+            self.exit_code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         self.dismiss()
 
 
@@ -294,6 +302,8 @@ class Crew:
                 return worker
             worker.dismiss()
             self._zygote.hear()
+            if not worker.gone_ns:
+                self._zygote.unfit = self._zygote.unfit or "it does not answer"
             if self._zygote.unfit:
                 self.note(f"a worker starts fresh: the zygote cannot be forked ({self._zygote.unfit}).")
                 break
@@ -381,23 +391,31 @@ class Crew:
 
     # --- ending ---
 
-    def stop(self, number: int, grace_s: float) -> list[int]:
-        """Ends all workers and whatever they started: by this signal, and after a grace time by SIGKILL. Returns the
-        processes that the kernel will not let go."""
-        leaders = {worker.pid for worker in self.workers if worker.pid}
+    def stop(
+        self, number: int, grace_s: float, hurry: Callable[[], bool] = lambda: False, in_peace: bool = False
+    ) -> list[int]:
+        """Ends all workers and whatever they started: by this signal, and after a grace time, or in a hurry, by
+        SIGKILL. In peace, those whose program has ended may leave by themselves. Returns the processes that the kernel
+        will not let go."""
+        leaders = {worker.pid for worker in self.workers} & self._leaders
         for worker in self.workers:
-            if not worker.gone_ns:
+            if not worker.gone_ns and not (in_peace and worker.is_over):
                 worker.stopped = True
                 with suppress(ProcessLookupError):
                     os.killpg(worker.pid, number)
         until = time.monotonic() + grace_s
         while any(not worker.gone_ns for worker in self.workers) and (left := until - time.monotonic()) > 0:
-            self.look(min(left, 0.5))
+            if hurry():
+                break
+            self.look(min(left, 0.2))
         stuck = sessions.end(leaders)
         for worker in self.workers:
             if not worker.gone_ns and worker.pid not in stuck:
                 _wait([worker.pidfd], 1.0)
                 worker.hear(time.monotonic_ns())
+            if worker.gone_ns:
+                with suppress(ChildProcessError):
+                    os.waitpid(worker.pid, os.WNOHANG)
         self._reap_others()
         self._leaders -= leaders - set(stuck)
         self._guard()

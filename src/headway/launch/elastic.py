@@ -8,11 +8,13 @@ import inspect
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from string import Template
 from typing import Any
@@ -23,6 +25,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -72,6 +75,8 @@ def launch_config(args: Namespace, scratch: str) -> tuple[LaunchConfig, list[str
         args.master_port = 29500
     try:
         config, command, words = torchrun.config_from_args(args)
+        if config.rdzv_backend == "static":
+            _check_port(config.rdzv_endpoint)
     except (ValueError, AssertionError, OSError, KeyError) as error:
         raise InputError(f"torchrun's options do not fit together: {error}") from error
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
@@ -87,11 +92,19 @@ def _check(args: Namespace) -> None:
     for name in (name.strip() for name in args.signals_to_handle.split(",")):
         if name and not isinstance(getattr(signal, name, None), signal.Signals):
             raise InputError(f"--signals-to-handle: there is no signal {name}.")
+    if args.nproc_per_node.isdecimal() and int(args.nproc_per_node) < 1:
+        raise InputError("--nproc-per-node 0: at least one worker is needed.")
     if args.numa_binding and not torch.cuda.is_available():
         raise InputError("--numa-binding binds workers to the processors near their GPU, and torch sees no GPU here.")
 
 
-def rendezvous(config: LaunchConfig, next_attempt: Callable[[], int]) -> "FreshStore":
+def _check_port(endpoint: str) -> None:
+    port = endpoint.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{port} is no port")
+
+
+def rendezvous(config: LaunchConfig, next_attempt: Callable[[int], int]) -> "FreshStore":
     """The rendezvous that the configuration names; on a single node that names none, none is needed."""
     if config.rdzv_backend not in BACKENDS:
         raise InputError(
@@ -106,7 +119,11 @@ def rendezvous(config: LaunchConfig, next_attempt: Callable[[], int]) -> "FreshS
         backend=config.rdzv_backend, endpoint=config.rdzv_endpoint, run_id=config.run_id, min_nodes=config.min_nodes,
         max_nodes=config.max_nodes, local_addr=config.local_addr, **config.rdzv_configs,
     )  # fmt: skip
-    return FreshStore(rendezvous_registry.get_rendezvous_handler(parameters), config, next_attempt)
+    try:
+        handler = rendezvous_registry.get_rendezvous_handler(parameters)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"there can be no rendezvous at {config.rdzv_endpoint}: {error}") from error
+    return FreshStore(handler, config, next_attempt)
 
 
 class FreshStore(RendezvousHandler):
@@ -116,15 +133,18 @@ class FreshStore(RendezvousHandler):
     agent is the server here: its port is bound before any worker starts, and outlives a worker that dies.
     """
 
-    def __init__(self, inner: RendezvousHandler | None, config: LaunchConfig, next_attempt: Callable[[], int]) -> None:
+    def __init__(
+        self, inner: RendezvousHandler | None, config: LaunchConfig, next_attempt: Callable[[int], int]
+    ) -> None:
         self._inner, self._next_attempt = inner, next_attempt
         self._run_id = config.run_id
+        self._endpoint, self._node = config.rdzv_endpoint, config.rdzv_configs.get("rank", 0)
         self._address = config.local_addr or "localhost"
         self._timeout = timedelta(seconds=int(config.rdzv_configs.get("timeout", 900)))
         self._server: TCPStore | None = None
         self._last: RendezvousInfo | None = None
         self._round = self._again = 0
-        self.attempt = 0
+        self.attempt = -1
         self.members_change = False
         """Whether a node wants to join, or has left: then all must meet anew."""
 
@@ -136,25 +156,47 @@ class FreshStore(RendezvousHandler):
         # A dynamic rendezvous gives each round a store of its own; a static one has always the same nodes.
         key = f"headway/store/{self._round if self.get_backend() == 'static' else self._again}"
         if inner is None or inner.rank == 0:
-            self.attempt = self._next_attempt()
+            self.attempt = self._next_attempt(self.attempt)
             self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
             port = self._server.port
             if inner is not None:
                 inner.store.set(key, f"{port} {self.attempt}")
         else:
-            port, self.attempt = (int(word) for word in inner.store.get(key).split())
+            port, self.attempt = (int(word) for word in self._told(inner.store, key).split())
         if inner is None:
             assert self._server is not None
             return RendezvousInfo(self._server, 0, 1, RendezvousStoreInfo(self._address, port))
         address = inner.bootstrap_store_info.master_addr if inner.bootstrap_store_info else self._address
         return RendezvousInfo(inner.store, inner.rank, inner.world_size, RendezvousStoreInfo(address, port))
 
+    def _told(self, store: Any, key: str) -> bytes:
+        """What the first node tells. Waited for in Python, where a signal can end the wait."""
+        until = time.monotonic() + self._timeout.total_seconds()
+        while not store.check([key]) and time.monotonic() < until:
+            time.sleep(0.01)
+        return bytes(store.get(key))
+
     def _meet(self) -> RendezvousInfo:
         assert self._inner is not None
+        if self._last is None and self.get_backend() == "static":
+            self._await_host()
+        with suppress(RendezvousError):
+            self.members_change |= self._last is not None and self.num_nodes_waiting() > 0
         if self._last is None or not self._is_complete(self._last):
             self._last, self._again = self._inner.next_rendezvous(), 0
         self.members_change = False
         return self._last
+
+    def _await_host(self) -> None:
+        """Waits, in Python as well, until the node that hosts a static rendezvous is there."""
+        if self._node == 0:
+            return
+        host, _, port = self._endpoint.rpartition(":")
+        until = time.monotonic() + self._timeout.total_seconds()
+        while time.monotonic() < until:
+            with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+                return
+            time.sleep(0.1)
 
     def _is_complete(self, info: RendezvousInfo) -> bool:
         """Whether the nodes of the last attempt are all here again: then they need not find each other anew, which

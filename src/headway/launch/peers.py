@@ -46,6 +46,8 @@ class Order:
     wait_s: float = 0.0
     environ: dict[str, str] = field(default_factory=dict)
     """What the next attempt's workers get to see differently."""
+    joins: bool = False
+    """Whether nodes come in or go: then all must meet anew."""
     spends: bool = True
     """Whether it counts as one of the restarts that a user allowed."""
     seen: dict[str, Any] = field(default_factory=dict)
@@ -66,6 +68,11 @@ class Peers:
         cut = [{key: v[-VALUE_LIMIT:] if isinstance(v, str) else v for key, v in found.items()} for found in findings]
         self._set(f"failure/{self.me}", cut)
         self._set("failed", True)
+        self._set("alarm", True)
+
+    def is_alarmed(self) -> bool:
+        """Whether anybody told of anything: all that is asked for while all is well."""
+        return self.count > 1 and self._has("alarm")
 
     def has_failed(self) -> bool:
         """Whether anybody told of a failure."""
@@ -81,6 +88,7 @@ class Peers:
         if self.count == 1:
             return order
         text = self._store.compare_set(self._prefix + "order", "", json.dumps(asdict(order)))
+        self._set("alarm", True)
         return Order(**json.loads(text))
 
     def decided(self) -> Order | None:
@@ -98,6 +106,7 @@ class Peers:
         hang = f"hang/{self._exchanges}"
         self._exchanges += 1
         self._set(hang, True)
+        self._set("alarm", True)
         self._set(f"{hang}/{self.me}", mine)
         keys = [f"{hang}/{number}" for number in range(self.count)]
         until = time.monotonic() + timeout_s

@@ -8,6 +8,7 @@ from headway.events.vocabulary import (
     KNOWN_NAMES,
     Activity,
     LoopBegin,
+    ProcessEnd,
     Record,
     Restored,
     Saved,
@@ -36,6 +37,8 @@ class Lineage:
     def __init__(self) -> None:
         self.saved: dict[str, int] = {}
         """The step that each checkpoint holds, by path and by file."""
+        self.has_steps = False
+        """Whether any step was ever seen."""
         self.reached = 0
         """The first step that no attempt has done yet."""
 
@@ -52,6 +55,8 @@ class RankWatch:
         self._slow: set[int] = set()
         self._began: tuple[int, int] | None = None
         self.longest_ns = self.typical_ns = self.last_ns = 0
+        self.has_finished = False
+        """Whether it has said that its work is done."""
         self.steps = 0
         """Steps done in this attempt."""
         self.next = 0
@@ -96,6 +101,8 @@ class RankWatch:
                 self._began = (record.first, record.t_ns)
                 self._shift = max(0, (self._restored or 0) - record.first)
                 self.last_ns = record.t_ns
+            case ProcessEnd():
+                self.has_finished = True
             case Saved():
                 for key in _keys(record):
                     self._lineage.saved[key] = record.step + self._shift
@@ -111,6 +118,7 @@ class RankWatch:
                 each = (cell.end_ns - self.last_ns) // (done - self.steps)
                 self.longest_ns = max(self.longest_ns, each)
                 self.typical_ns = (cell.end_ns - cell.begin_ns) // cell.count if cell.count else self.typical_ns or each
+            self._lineage.has_steps = True
             self.steps, self.last_ns = done, max(cell.end_ns, self.last_ns)
             self._lineage.reached = max(self._lineage.reached, self.next)
         elif before is not None and before.since_ns == -1 and cell.since_ns != -1:

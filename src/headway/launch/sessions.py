@@ -65,6 +65,15 @@ def end(leaders: Collection[int], patience_s: float = 5.0) -> list[int]:
     return alive
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would else end it."""
+    with suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def work_done(leaders: Collection[int]) -> dict[int, tuple[int, int]]:
     """What each of these sessions has done so far: kernel ticks of processor time, and bytes read and written."""
     done = dict.fromkeys(leaders, (0, 0))

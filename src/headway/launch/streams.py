@@ -41,6 +41,7 @@ class Tap:
         self._poller.register(self._wake_r, select.POLLIN)
         self._idle = threading.Condition()
         self._asked = self._answered = 0
+        self._mid_line = False
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="headway-stderr", daemon=True)
         self._thread.start()
@@ -59,6 +60,13 @@ class Tap:
             self._asked = asked = self._asked + 1
             self._wake()
             self._idle.wait_for(lambda: self._answered >= asked, timeout_s)
+
+    def end_line(self) -> None:
+        """Begins a new line on the console, if a worker has left one unfinished."""
+        if self._mid_line:
+            self._mid_line = False
+            with suppress(OSError):
+                os.write(self._console, b"\n")
 
     def close(self) -> None:
         """Passes on what is left, and stops."""
@@ -111,6 +119,7 @@ class Tap:
         end = self._ends[fd]
         end += data
         del end[:-KEPT_BYTES]
+        self._mid_line = not data.endswith((b"\n", b"\r"))
         with suppress(OSError):  # nobody reads the console: the workers go on
             _write_all(self._console, data)
 

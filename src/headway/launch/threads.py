@@ -22,10 +22,11 @@ def forbid_threads(environ: MutableMapping[str, str]) -> None:
 
 def allow_threads(environ: Mapping[str, str]) -> None:
     """Gives OpenBLAS, where it is loaded, the number of threads that this environment asks for."""
-    for library in _loaded("openblas"):
+    wanted = _wanted(environ)
+    for library in _loaded("openblas") if wanted > 1 else ():
         for name in _SETTERS:
             if setter := getattr(library, name, None):
-                setter(_wanted(environ))
+                setter(wanted)
 
 
 def _wanted(environ: Mapping[str, str]) -> int:

@@ -77,6 +77,7 @@ def turn_deaf() -> None:
 def work(channel: Channel, supervisor: int, hooks: Hooks) -> NoReturn:
     """Waits for an assignment and carries it out; never returns. Ends when the supervisor does."""
     die_with_parent(supervisor)
+    _reseed()
     channel.send({"pid": os.getpid()})
     try:
         message, fds = channel.receive()
@@ -86,7 +87,6 @@ def work(channel: Channel, supervisor: int, hooks: Hooks) -> NoReturn:
     _take_place(assignment, fds)
     if assignment.kind == "program":
         _become_program(assignment)
-    _reseed()
     _by_the_way(lambda: hooks.begins(assignment))
     os.register_at_fork(after_in_child=channel.close)  # a child that comes back here must not speak for its parent
     me = os.getpid()

@@ -6,6 +6,7 @@ the process, and the launcher lists an exit code. So every rule has a strength, 
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -147,6 +148,10 @@ def _elastic_message(text: str) -> str:
 _BY_SIGNAL = {2: "cancelled", 6: "sigabrt", 7: "sigbus", 9: "sigkill_unexplained", 11: "segfault", 15: "sigterm"}
 
 
+_READ_TO_ITS_END = re.compile(r"torch/serialization\.py(?:(?!Traceback).){0,2000}\nEOFError\s*$", re.S | re.M)
+"""A file that ends before it begins, as one does whose writer was killed."""
+
+
 def _circumstances(evidence: Evidence) -> list[Match]:
     """What is known besides texts: kills by the kernel, a hang, an exit code."""
     found = []
@@ -155,6 +160,11 @@ def _circumstances(evidence: Evidence) -> list[Match]:
         strength = Strength.SPECIFIC if signal in (9, None) else Strength.BROAD
         line = f"the cgroup's oom_kill counter rose by {evidence.oom_kills}"
         found.append(Match(strength, CATEGORIES["host_oom"], "host_oom.counter", line, source="oom_kills"))
+    if _READ_TO_ITS_END.search(evidence.exception or evidence.stderr):
+        kind = CATEGORIES["checkpoint_corrupt"]
+        found.append(
+            Match(Strength.BROAD, kind, "checkpoint_corrupt.empty", "EOFError, in torch.load", source="exception")
+        )
     if evidence.silent_s is not None:
         line = f"no progress for {evidence.silent_s:.0f} s"
         kind = CATEGORIES["collective_timeout"]

@@ -18,6 +18,9 @@ BUDGETS = {
 MOST_REPEATS = 20
 """How often in a row what is not the job's fault may come, without a step in between."""
 
+DOINGS = ("restart", "stop", "requeue", "leave")
+"""All that can be decided."""
+
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 """What a back-off waits first, and at most; it doubles in between."""
 
@@ -185,7 +188,8 @@ def requeue(situation: Situation) -> Decision:
     if situation.repeats >= MOST_REPEATS:
         return Decision(do="stop", why=f"{situation.repeats} times in a row, without a step in between")
     wait_s = min(FIRST_WAIT_S * (2.0**situation.repeats - 1), LONGEST_WAIT_S)
-    return Decision(do="restart", why="it is not the job's fault, and does not count", wait_s=wait_s, spends=False)
+    why = "it is not the job's fault, and does not count" + (f": waiting {wait_s:g} s" if wait_s else "")
+    return Decision(do="restart", why=why, wait_s=wait_s, spends=False)
 
 
 def previous_checkpoint(situation: Situation) -> Decision:
