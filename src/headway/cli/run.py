@@ -30,8 +30,9 @@ from headway.paths import JOURNAL, JobPaths
 from headway.run import ROLL_UP, open_somewhere, takes_the_spool
 
 if TYPE_CHECKING:
-    from headway.launch.agent import Hang, Standing, Surgery
+    from headway.launch.agent import Standing, Surgery
     from headway.launch.peers import Dumps, Findings, Order
+    from headway.launch.progress import Hang
     from headway.recover.classify import Classifier
     from headway.recover.evidence import Evidence
     from headway.recover.policy import Policy
@@ -343,8 +344,8 @@ class Judge:
 
     def explain(self, everywhere: "list[Dumps]") -> "Hang":
         """What each stuck rank hangs in."""
-        from headway.launch.agent import Hang
         from headway.launch.dumps import Dump
+        from headway.launch.progress import Hang
         from headway.recover import hang
 
         found = {int(rank): Dump(**told) for node in everywhere for rank, told in node["ranks"].items()}

@@ -7,7 +7,7 @@ restarting, come out. What a failure was and what to do about it this room does 
   agents of several nodes tell each other
 - `crew` the workers as their supervisor sees them; `zygote`, `worker`, `entry` what runs inside of them
 - `autopsy`, `streams`, `progress`, `dumps` where evidence comes from
-- `notice`, `slurm` being told to stop
+- `signals`, `notice`, `slurm` being told to stop
 
 Typical use::
 

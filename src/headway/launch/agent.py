@@ -1,12 +1,11 @@
 """The supervisor of one node: starts workers, watches them, and does about a failure what the policy says."""
 
-import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,10 @@ from headway.events.vocabulary import Activity, Process, ProcessGone, Told, clea
 from headway.launch import elastic, sessions, slurm
 from headway.launch.autopsy import KernelLog, oom_kills, scheduler_says
 from headway.launch.crew import Crew, Worker
-from headway.launch.notice import EXIT_STOPPED, REPEAT_S, Board, Notice, Poller, source_of
-from headway.launch.notice import SIGNALS as STOP_SIGNALS
+from headway.launch.notice import EXIT_STOPPED, Board
 from headway.launch.peers import Dumps, Findings, Order, Peers
-from headway.launch.progress import Lineage, RankWatch
+from headway.launch.progress import Hang, Progress
+from headway.launch.signals import Interrupted, Signals, name_of
 from headway.launch.streams import Kept, Tap
 from headway.launch.worker import Assignment
 from headway.paths import folder_name
@@ -49,31 +48,18 @@ SETTLE_S = 1.0
 VERDICT_S = 5.0
 """How long to wait for the node that has the root to decide."""
 
-LENIENCE, MOST_LENIENCE = 10, 80
-"""How many times as long a rank may take that is in no collective; and one that is at work besides."""
-
 WORK_S = 1.0
 """How long to look whether ranks do anything, at least."""
 
 DUMPS_S = 15.0
 """How long to wait for what the ranks of other nodes are doing."""
 
-UNSEEN_S = 60.0
-"""An attempt that lives longer than that without a step has some that cannot be seen."""
-
 SOON_S, TICK_S = 0.2, 1.0
 """After which time to look around first, and how often then."""
-
-STOP_S = 300.0
-"""What ranks that listen get to come to a step edge and save, where nobody says how much time there is."""
 
 
 class NotNeeded(Exception):
     """The job goes on, or ended, without this node."""
-
-
-class Interrupted(BaseException):
-    """A signal is to end the job. It may be raised in the middle of torch's own code, which must not catch it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,20 +91,8 @@ class Surgery:
     """Takes notice of what was decided, here or elsewhere."""
     dump: Callable[[Mapping[int, int], Path], Dumps]
     """Finds out what these ranks are doing: `ranks`, by number, as JSON has it."""
-    explain: Callable[[list[Dumps]], "Hang"]
+    explain: Callable[[list[Dumps]], Hang]
     """Makes of that why nobody makes progress."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hang:
-    """Why nobody makes progress."""
-
-    stuck: dict[int, str]
-    """What to say of each rank that holds the others up."""
-    may_be_busy: bool
-    """Whether they are outside of the collective that others wait in, and so may only take their time."""
-    is_unclear: bool
-    """Whether nobody waits for anybody: that may be work after the training."""
 
 
 class Agent(SimpleElasticAgent):
@@ -133,34 +107,27 @@ class Agent(SimpleElasticAgent):
         self._config, self._command, self._crew, self._surgery = config, list(command), crew, surgery
         self._tell_user = say
         self._recorder, self._process, self._places = recorder, process, places
-        self._hang_after_s = hang_after_s
+        self._progress = Progress(hang_after_s)
         assert isinstance(spec.rdzv_handler, elastic.FreshStore)
         self._rendezvous_handler = spec.rdzv_handler
         self._logs = elastic.Logs(config, spec)
         self._tap = Tap()
-        self._lineage = Lineage()
         self._kernel = KernelLog()
         self._folder = folder
         self._extra: dict[str, str] = {}
         self._kept: dict[int, Kept] = {}
-        self._watches: list[RankWatch] = []
         self._ooms: int | None = None
-        self._best = self._restarts = 0
-        self._lenience = 1
-        self._started_s = 0.0
+        self._restarts = 0
         self._peers = Peers(_NO_STORE, 0, 0, 1)
-        self._board: Board | None = None
-        self._stop_by_s, self._told_s = math.inf, 0.0
-        self._signals: list[int] = []
-        self._waits_for_others = False
         self._noted: set[str] = set()
+        self._signals = Signals(config.signals_to_handle, self._note)
         crew.note = self._note
 
     # --- the loop ---
 
     def run(self, role: str = "") -> RunResult:
         """Runs the job to its end. The result's state tells which; `exit_code` with what to leave."""
-        with self._signals_caught(), self._notices_polled():
+        with self._signals.caught():
             try:
                 return self._run()
             except Interrupted as error:
@@ -192,9 +159,9 @@ class Agent(SimpleElasticAgent):
         """Watches until the attempt is over: None if all went well, else what to do."""
         looked, patience_s = 0.0, SOON_S
         while True:
-            self._crew.look(patience_s, [self._wake])
+            self._crew.look(patience_s, [self._signals.wake])
             patience_s = self._tick()
-            self._heed_signals()
+            self._signals.heed(self._living)
             failed = [worker for worker in self._crew.workers if worker.failed_ns]
             if any(worker.is_speaking for worker in failed):
                 patience_s = SOON_S
@@ -234,7 +201,7 @@ class Agent(SimpleElasticAgent):
     # --- starting ---
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with self._recorder.span(Activity.RENDEZVOUS), self._interruptible():
+        with self._recorder.span(Activity.RENDEZVOUS), self._signals.interrupting():
             try:
                 super()._rendezvous(worker_group)
             except RendezvousGracefulExitError as error:
@@ -261,7 +228,7 @@ class Agent(SimpleElasticAgent):
         dest = self._logs.open(environments, group)
         assignments, streams = [], []
         board = f"{self._folder}/board-{self._peers.attempt}"
-        self._board = Board.create(Path(board), len(group.workers))
+        self._signals.board = Board.create(Path(board), len(group.workers))
         for worker in group.workers:
             environ = {**os.environ, **environments[worker.local_rank], **self._extra}
             environ["HEADWAY_ATTEMPT"] = str(self._peers.attempt)
@@ -275,9 +242,8 @@ class Agent(SimpleElasticAgent):
         self._logs.start()
         self._error_files = dest.error_files
         self._kernel.begin()
-        self._started_s = time.monotonic()
-        self._ooms, self._best, self._lenience = oom_kills(), self._lineage.reached, 1
-        self._watches = [RankWatch(self._places(self._name(worker)), self._lineage) for worker in self._crew.workers]
+        self._ooms = oom_kills()
+        self._progress.begin([self._places(self._name(worker)) for worker in self._crew.workers])
         return {number: worker.pid for number, worker in enumerate(self._crew.workers)}
 
     def _assignment(self, local_rank: int, rank: int, environ: dict[str, str]) -> Assignment:
@@ -304,7 +270,7 @@ class Agent(SimpleElasticAgent):
         findings = self._findings()
         until = time.monotonic() + (SETTLE_S if self._has_company() else 0.0)
         while self._surgery.is_effect(findings) and time.monotonic() < until:
-            if (order := self._told_elsewhere(findings)) is not None:
+            if (order := self._told_elsewhere()) is not None:
                 return order
             self._crew.look(0.02)
             findings = self._findings()
@@ -315,40 +281,45 @@ class Agent(SimpleElasticAgent):
         return self._peers.count > 1 or any(not worker.failed_ns for worker in self._crew.workers)
 
     def _decide(self, findings: Findings) -> Order:
-        if self._peers.count > 1:
-            with suppress(DistError, RuntimeError):
+        """What to do: as the node says that has the root, where that is another one; else as this one proposes."""
+        everywhere = findings
+        try:
+            if self._peers.count > 1:
                 self._peers.report(findings)
-                until = time.monotonic() + VERDICT_S
-                while self._surgery.is_effect(findings) and time.monotonic() < until:
-                    if (order := self._peers.decided()) is not None:
-                        return order
-                    time.sleep(0.02)
-                findings = [*findings, *(f for f in self._peers.findings() if f not in findings)]
-                return self._peers.decide(self._surgery.judge(findings, self._standing()))
-        return self._surgery.judge(findings, self._standing())
+                if (order := self._awaited_order(findings)) is not None:
+                    return order
+                everywhere = [*findings, *(found for found in self._peers.findings() if found not in findings)]
+            return self._peers.decide(self._surgery.judge(everywhere, self._standing()))
+        except DistError as error:
+            self._lost_store(error)
+            return self._surgery.judge(everywhere, self._standing())
 
-    def _told_elsewhere(self, findings: Findings) -> Order | None:
+    def _awaited_order(self, findings: Findings) -> Order | None:
+        until = time.monotonic() + VERDICT_S
+        while self._surgery.is_effect(findings) and time.monotonic() < until:
+            if (order := self._peers.decided()) is not None:
+                return order
+            time.sleep(0.02)
+        return None
+
+    def _told_elsewhere(self) -> Order | None:
         try:
             return self._peers.decided()
-        except (DistError, RuntimeError):
+        except DistError as error:
+            self._lost_store(error)
             return None
 
     def _standing(self) -> Standing:
-        self._poll_watches()
+        self._progress.poll()
         return Standing(
             attempt=self._peers.attempt,
-            trained=any(watch.steps for watch in self._watches),
-            reached=self._lineage.reached,
-            best=self._best,
-            measured=self._is_measured(),
+            trained=self._progress.trained,
+            reached=self._progress.lineage.reached,
+            best=self._progress.best,
+            measured=self._progress.is_measured,
             nodes=self._peers.count,
             restarts=self._restarts,
         )
-
-    def _is_measured(self) -> bool:
-        """Whether steps would be seen if there were any: one was, or there was hardly time for one."""
-        lived_s = time.monotonic() - self._started_s
-        return self._lineage.has_steps or (any(watch.has_begun for watch in self._watches) and lived_s < UNSEEN_S)
 
     def _findings(self) -> Findings:
         failed = [
@@ -376,23 +347,16 @@ class Agent(SimpleElasticAgent):
         ]
 
     def _about_hang(self, is_asked: bool) -> Order | None:
-        if self._hang_after_s == 0:
-            return None
-        self._poll_watches()
         now = time.monotonic_ns()
-        pairs = zip(self._crew.workers, self._watches, strict=True)
-        trained = [
-            watch for worker, watch in pairs if not worker.is_over and watch.steps > 1 and not watch.has_finished
-        ]
-        if not is_asked and not any(self._is_too_long(watch, now) for watch in trained):
+        since = self._progress.still_since_ns([worker.is_over for worker in self._crew.workers], now, is_asked)
+        if since is None:
             return None
-        since = min((watch.last_ns for watch in trained), default=now)
         seconds = (now - since) / 1e9
         self._say(f"no step for {seconds:.0f} s: looking for what hangs …")
         everywhere = self._peers.exchange_dumps(self._dump(), DUMPS_S)
         hang = self._surgery.explain(everywhere)
         active = {rank for told in everywhere for rank in told["active"]}
-        if self._hang_after_s is None and self._gets_time(hang, active.issuperset(hang.stuck)):
+        if self._progress.gives_time(hang, active.issuperset(hang.stuck)):
             self._note("whoever holds the others up may only take its time: it gets more.")
             return None
         nodes = {int(rank): told["node"] for told in everywhere for rank in told["ranks"]}
@@ -405,19 +369,6 @@ class Agent(SimpleElasticAgent):
         ]
         return self._decide(findings)
 
-    def _gets_time(self, hang: Hang, is_active: bool) -> bool:
-        """Where nobody waits for anybody, always. What others wait for may be a long save: it gets ten times as long,
-        and longer while it works."""
-        if hang.is_unclear:
-            self._lenience *= LENIENCE
-        elif hang.may_be_busy and self._lenience < LENIENCE:
-            self._lenience = LENIENCE
-        elif hang.may_be_busy and is_active and self._lenience < MOST_LENIENCE:
-            self._lenience *= 2
-        else:
-            return False
-        return True
-
     def _dump(self) -> Dumps:
         """What the ranks of this node are doing, and which of them do anything."""
         pids = self._pids()
@@ -428,14 +379,8 @@ class Agent(SimpleElasticAgent):
         active = [rank for rank, pid in pids.items() if _is_active(before[pid], after[pid], time.monotonic() - began_s)]
         return told | {"node": self._process.node, "active": active}
 
-    def _is_too_long(self, watch: RankWatch, now_ns: int) -> bool:
-        if self._hang_after_s is not None:
-            return now_ns - watch.last_ns > self._hang_after_s * 1e9
-        return now_ns - watch.last_ns > watch.patience_ns() * self._lenience
-
-    def _poll_watches(self) -> None:
-        for watch in self._watches:
-            watch.poll()
+    def _living(self) -> list[int]:
+        return [worker.pid for worker in self._crew.workers if not worker.gone_ns]
 
     def _pids(self) -> dict[int, int]:
         pairs = zip(self._worker_group.workers, self._crew.workers, strict=True)
@@ -451,7 +396,7 @@ class Agent(SimpleElasticAgent):
 
     def _carry_out(self, order: Order) -> bool:
         """Ends the attempt as ordered. True if the next one is to begin."""
-        if self._told_s and order.do in ("restart", "leave"):
+        if self._signals.was_told and order.do in ("restart", "leave"):
             order = replace(order, do="requeue", why=f"{order.why} But it was told to stop, and stays so.")
         detected_ns = time.monotonic_ns()
         failed_ns = min((worker.failed_ns for worker in self._crew.workers if worker.failed_ns), default=detected_ns)
@@ -476,20 +421,20 @@ class Agent(SimpleElasticAgent):
         self._restarts += 1
         self._remaining_restarts = max(0, self._worker_group.spec.max_restarts - self._restarts)
         if order.wait_s:
-            with self._recorder.span(Activity.BACKOFF), self._interruptible():
+            with self._recorder.span(Activity.BACKOFF), self._signals.interrupting():
                 time.sleep(order.wait_s)
         return True
 
     def _tear_down(self, grace_s: float, in_peace: bool) -> None:
-        stuck = self._crew.stop(signal.SIGTERM, grace_s, hurry=lambda: bool(self._signals), in_peace=in_peace)
-        self._board = None  # whom it told is gone
+        stuck = self._crew.stop(signal.SIGTERM, grace_s, hurry=lambda: bool(self._signals.pending), in_peace=in_peace)
+        self._signals.board = None  # whom it told is gone
         if stuck:
             self._say(f"processes {', '.join(map(str, stuck))} cannot be killed: the kernel holds them.")
         self._logs.close()
 
     def _gone_all(self, order: Order | None) -> None:
         """Writes down how each worker ended."""
-        self._poll_watches()
+        self._progress.poll()
         for rank, worker in zip(self._worker_group.workers, self._crew.workers, strict=True):
             is_root = order is not None and rank.global_rank == order.rank and bool(order.category)
             self._recorder.record(
@@ -506,13 +451,13 @@ class Agent(SimpleElasticAgent):
         """All workers here are done: waits until they are gone, and the others are done as well."""
         until = time.monotonic() + EXIT_S
         while not all(worker.gone_ns for worker in self._crew.workers) and time.monotonic() < until:
-            self._crew.look(0.5, [self._wake])
-            self._heed_signals()
+            self._crew.look(0.5, [self._signals.wake])
+            self._signals.heed(self._living)
         if any((worker.exit_code or 0) > 0 for worker in self._crew.workers):  # one changed its mind at exit
             return self._about_failure()
         for worker in self._crew.workers:
             if (worker.exit_code or 0) < 0:
-                name = _name_of(-(worker.exit_code or 0))
+                name = name_of(-(worker.exit_code or 0))
                 self._note(f"a worker crashed ({name}) at exit, when its program had ended well: so it counts as done.")
         if hung := [worker for worker in self._crew.workers if not worker.gone_ns]:
             self._note(f"{len(hung)} workers were done and did not leave in {EXIT_S:g} s: they are killed.")
@@ -525,60 +470,14 @@ class Agent(SimpleElasticAgent):
                     return order
                 if self._peers.has_failed():
                     return self._about_failure()
-                self._crew.look(self._tick(), [self._wake])
-                self._heed_signals()
+                self._crew.look(self._tick(), [self._signals.wake])
+                self._signals.heed(self._living)
             self.closes_rendezvous = all_done
-        if self._board is not None and self._board.stopped:
+        if self._signals.board is not None and self._signals.board.stopped:
             return Order(do="requeue", why="the ranks have saved and stopped, as they were told.", spends=False)
         return None
 
     # --- signals ---
-
-    def _heed_signals(self) -> None:
-        """Has ranks that listen stop at a step edge. Where none does, a signal to end ends the job at once."""
-        with suppress(BlockingIOError):
-            os.read(self._wake, 4096)
-        if time.monotonic() > self._stop_by_s:
-            raise Interrupted(signal.SIGTERM)
-        while self._signals:
-            number = self._signals.pop(0)
-            if number in STOP_SIGNALS and self._tell_to_stop(Notice(signal.Signals(number).name.lower())):
-                continue
-            if number != signal.SIGUSR1:
-                raise Interrupted(number)
-            for worker in self._crew.workers:
-                if not worker.gone_ns and sessions.handles(worker.pid, number):
-                    os.kill(worker.pid, number)
-
-    def _tell_to_stop(self, notice: Notice) -> bool:
-        """Posts a notice, if anybody reads it. False if nobody does, or if this is an impatient second one."""
-        board, now_s = self._board, time.monotonic()
-        if board is None or not board.listeners:
-            return False
-        if board.notice is not None:
-            return now_s - self._told_s < REPEAT_S
-        board.post(notice.reason, deadline_ns=notice.deadline_ns)
-        left_s, self._told_s = notice.seconds_left, now_s
-        self._stop_by_s = now_s + (STOP_S if left_s is None else left_s)
-        self._note(f"{notice.reason}: the ranks save at a step edge, and stop.")
-        return True
-
-    @contextmanager
-    def _notices_polled(self) -> Iterator[None]:
-        text = os.environ.get("HEADWAY_NOTICE", "")
-        poller = Poller(source_of(text), self._tell_or_end) if text else None
-        if poller is not None:
-            poller.start()
-        try:
-            yield
-        finally:
-            if poller is not None:
-                poller.stop()
-
-    def _tell_or_end(self, notice: Notice) -> None:
-        """In the poller's thread: what nobody listens to is as if somebody had sent SIGTERM."""
-        if not self._tell_to_stop(notice):
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def _back_in_queue(self, reason: str) -> int:
         """Sees to it that a job which stopped early comes back. Returns the exit code that tells whether it does."""
@@ -591,47 +490,18 @@ class Agent(SimpleElasticAgent):
         return 0 if requeue.done else EXIT_STOPPED
 
     def _end_by_signal(self, number: int) -> RunResult:
-        name, grace_s = _name_of(number), self._config.shutdown_timeout
+        name, grace_s = name_of(number), self._config.shutdown_timeout
         self._say(f"{name} received: the workers get it too, and {grace_s} s.")
         with self._recorder.span(Activity.TEARDOWN):
-            self._crew.stop(number, float(self._config.shutdown_timeout or 0), hurry=lambda: bool(self._signals))
+            self._crew.stop(
+                number, float(self._config.shutdown_timeout or 0), hurry=lambda: bool(self._signals.pending)
+            )
         self._gone_all(None)
         self.exit_code = 128 + number
         if slurm.is_slurm(os.environ) and slurm.why_signalled(os.environ, name.lower()).reason in slurm.COMES_BACK:
             self.exit_code = self._back_in_queue(name.lower())
         self.closes_rendezvous = False  # others may go on, and this node come back
         return RunResult(state=WorkerState.FAILED)
-
-    @contextmanager
-    def _signals_caught(self) -> Iterator[None]:
-        names = [name.strip() for name in self._config.signals_to_handle.split(",") if name.strip()]
-        numbers = {*(getattr(signal, name) for name in names), *STOP_SIGNALS}
-        numbers = {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}  # as by `nohup`
-        self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        handlers = {number: signal.signal(number, self._caught) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(before)
-            os.close(self._wake)
-            os.close(wake)
-
-    def _caught(self, number: int, frame: Any) -> None:
-        if self._waits_for_others and number != signal.SIGUSR1:
-            raise Interrupted(number)
-        self._signals.append(number)
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        self._waits_for_others = True
-        try:
-            self._heed_signals()
-            yield
-        finally:
-            self._waits_for_others = False
 
     # --- what the base class wants ---
 
@@ -683,13 +553,6 @@ class _NoStore:
 
 
 _NO_STORE = _NoStore()
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time one
-        return f"signal {number}"
 
 
 def _is_active(before: tuple[int, int], after: tuple[int, int], seconds: float) -> bool:
