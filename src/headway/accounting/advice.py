@@ -76,6 +76,8 @@ def _recompiled(ledger: Ledger) -> str:
 
 _INIT = (Bucket.START_TRAINER_INIT, Bucket.RECOVER_TRAINER_INIT)
 
+_SUPERVISE = "headway run, with torchrun's options, in place of torchrun"
+
 _REMEDIES = (
     _Remedy(
         "compile from a cache that outlives the process",
@@ -110,7 +112,7 @@ _REMEDIES = (
     ),
     _Remedy(
         "restart at once and in place",
-        "headway run, with torchrun's options, in place of torchrun",
+        _SUPERVISE,
         (Bucket.RECOVER_DETECTION, Bucket.RECOVER_TEARDOWN, Bucket.RECOVER_BACKOFF, Bucket.RECOVER_RENDEZVOUS),
     ),
     _Remedy(
@@ -179,7 +181,9 @@ _REMEDIES = (
 
 def advise(ledger: Ledger) -> list[Advice]:
     """Fixes for this job, the one that gives back most first."""
-    found = [_bound(ledger, remedy) for remedy in _REMEDIES]
+    members = (member for account in ledger.attempts for member in account.attempt.members.values())
+    supervised = any(member.process.attempt is not None for member in members)
+    found = [_bound(ledger, remedy) for remedy in _REMEDIES if not (supervised and remedy.fix == _SUPERVISE)]
     found += [_checkpoint_interval(ledger), _hidden_import(ledger)]
     worth = [advice for advice in found if advice is not None and advice.points >= LEAST_POINTS]
     return sorted(worth, key=lambda advice: -advice.points)

@@ -66,7 +66,6 @@ class NotNeeded(Exception):
 class Standing:
     """Where the job stood when it failed."""
 
-    attempt: int
     trained: bool
     """Whether this attempt trained a step."""
     reached: int
@@ -76,7 +75,6 @@ class Standing:
     measured: bool
     """Whether steps could be seen at all."""
     nodes: int
-    restarts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +117,10 @@ class Agent(SimpleElasticAgent):
         self._ooms: int | None = None
         self._restarts = 0
         self._peers = Peers(_NO_STORE, 0, 0, 1)
+        self.exit_code = 0
+        """What to leave with."""
+        self.closes_rendezvous = True
+        """Whether nobody is to join after this node has left."""
         self._noted: set[str] = set()
         self._signals = Signals(config.signals_to_handle, self._note)
         crew.note = self._note
@@ -138,10 +140,6 @@ class Agent(SimpleElasticAgent):
                 return RunResult(state=WorkerState.SUCCEEDED)
             finally:
                 self._shutdown()
-
-    exit_code = 0
-    closes_rendezvous = True
-    """Whether nobody is to join after this node has left."""
 
     def _run(self) -> RunResult:
         group = self._worker_group
@@ -312,13 +310,11 @@ class Agent(SimpleElasticAgent):
     def _standing(self) -> Standing:
         self._progress.poll()
         return Standing(
-            attempt=self._peers.attempt,
             trained=self._progress.trained,
             reached=self._progress.lineage.reached,
             best=self._progress.best,
             measured=self._progress.is_measured,
             nodes=self._peers.count,
-            restarts=self._restarts,
         )
 
     def _findings(self) -> Findings:
