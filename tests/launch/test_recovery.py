@@ -180,7 +180,23 @@ def test_a_killed_supervisor_leaves_nobody_and_the_same_name_continues_the_job(h
     assert len(trained(home)) > before
 
 
-def test_a_home_without_space_costs_the_journal_and_not_the_job(
+@pytest.mark.needs("mount")
+def test_a_full_disk_costs_the_journal_and_not_the_job(home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder, disk = tmp_path_factory.mktemp("job"), tmp_path_factory.mktemp("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "headway-test", disk], check=True)
+    try:
+        (disk / "filler").write_bytes(bytes(64 * 1024))  # what is left is not enough for all journals
+        code, out, err = run(
+            ["--nproc-per-node", "2", "--job", "j", str(TRAINER)], folder, FAULTS="0:1@4=kill", STEPS="10",
+            HEADWAY_HOME=str(disk), HEADWAY_SPOOL=str(disk / "spool"),
+        )  # fmt: skip
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    assert out.count("is done") == 2, err
+    assert code == 0
+
+
+def test_a_home_that_cannot_be_written_costs_the_journal_and_not_the_job(
     home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("job")
