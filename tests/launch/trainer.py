@@ -41,6 +41,7 @@ def main() -> None:
     rank, attempt = dist.get_rank(), os.environ.get("HEADWAY_ATTEMPT", "0")
     Path(f"pid-{rank}").write_text(str(os.getpid()))
     faults = dict(fault.split("=") for fault in os.environ.get("FAULTS", "").split())
+    torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.Adam(model.parameters())
     saved = Path("saved.pt")

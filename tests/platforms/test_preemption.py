@@ -145,8 +145,9 @@ def test_a_cancelled_job_saves_and_does_not_come_back(preempting: Slurm, home: P
     assert preempting._field(job, "Restarts") == "0"
 
 
-def test_a_job_near_its_time_limit_comes_back(preempting: Slurm, home: Path) -> None:
-    job = submit(preempting, home, 10_000, "--time=1", "--signal=USR1@45")
+@pytest.mark.parametrize("launcher", [SRUN, SUPERVISED], ids=["srun", "headway run"])
+def test_a_job_near_its_time_limit_comes_back(preempting: Slurm, home: Path, launcher: list[str]) -> None:
+    job = submit(preempting, home, 10_000, "--time=1", "--signal=USR1@45", launcher=launcher)
     wait_until(lambda: preempting._field(job, "Restarts") == "1")
     (home / "enough").touch()
     preempting.wait_for(job, "COMPLETED")

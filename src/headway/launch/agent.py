@@ -407,7 +407,8 @@ class Agent(SimpleElasticAgent):
             self._tear_down(GRACE_S if restarts else float(self._config.shutdown_timeout or 0), in_peace=not restarts)
         self._gone_all(order)
         if not restarts:
-            self.exit_code = self._back_in_queue("sigterm") if order.do == "requeue" else 1
+            reason = order.category or self._signals.reason or "sigterm"
+            self.exit_code = self._back_in_queue(reason) if order.do == "requeue" else 1
             self.closes_rendezvous = order.do != "leave"
             return False
         self._rendezvous_handler.members_change |= order.joins or order.do == "leave"

@@ -31,6 +31,8 @@ class Signals:
         self._note = note
         self._stop_by_s, self._told_s = math.inf, 0.0
         self._interrupts = False
+        self.reason = ""
+        """Why ranks were told to stop."""
         self.pending: list[int] = []
         """Signals that came and were not heeded yet."""
         self.board: Board | None = None
@@ -67,7 +69,7 @@ class Signals:
         if board.notice is not None:
             return now_s - self._told_s < REPEAT_S
         board.post(notice.reason, deadline_ns=notice.deadline_ns)
-        left_s, self._told_s = notice.seconds_left, now_s
+        left_s, self._told_s, self.reason = notice.seconds_left, now_s, notice.reason
         self._stop_by_s = now_s + (STOP_S if left_s is None else left_s)
         self._note(f"{notice.reason}: the ranks save at a step edge, and stop.")
         return True

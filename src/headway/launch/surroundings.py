@@ -67,10 +67,10 @@ def torch_restarts(version: str, shares: bool, setting: str) -> Finding:
     if not shares or setting == "1":
         return Finding(name, "good", f"{_SHARE}=1" if shares else f"torch {version} does not share its store")
     measured = version.startswith("2.13.")
-    how = "with torch 2.13 and gloo 8 of 12 restarts in place failed or hung, and with the variable none of 11"
+    how = "with torch 2.13 and gloo one restart did not cure 8 of 10 crashes, and with the variable all 10"
     why = f"A restarted worker may read the addresses of dead peers: {how}."
     what = f"torch {version} shares the launcher's store with all attempts, unless {_SHARE}=1"
-    fix = f"`export {_SHARE}=1` before torchrun. `headway run` sets it itself."
+    fix = f"`export {_SHARE}=1` before torchrun. `headway run` needs it not: each attempt has a store of its own."
     return Finding(name, "hurts" if measured else "unknown", what, why, fix)
 
 
