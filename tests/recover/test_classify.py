@@ -5,7 +5,7 @@ from json import dumps
 
 import pytest
 
-from headway.recover import Evidence, Verdict, classify, explain, root_of
+from headway.recover import Classifier, Evidence, Verdict, classify, explain, root_of
 
 USER_TRACEBACK = """Traceback (most recent call last):
   File "train.py", line 12, in <module>
@@ -245,6 +245,15 @@ def test_among_echoes_the_earliest_is_the_root_and_signals_of_the_supervisor_com
     assert root(*ended, stuck) == (1, "collective_timeout")
     killed = Evidence(rank=3, at_ns=1, exit_code=-9)
     assert root(stuck, killed) == (3, "sigkill_unexplained")
+
+
+def test_lost_peers_and_watchdogs_are_effects_and_an_analysed_hang_is_none() -> None:
+    is_effect = Classifier().is_effect
+    assert is_effect(Evidence(rank=0, exit_code=1, stderr=PEER_LOST))
+    assert is_effect(Evidence(rank=0, exit_code=-6, stderr=WATCHDOG))
+    assert not is_effect(Evidence(rank=0, exit_code=-9))
+    assert not is_effect(Evidence(rank=0, exit_code=1, exception=USER_TRACEBACK))
+    assert not is_effect(Evidence(rank=0, silent_s=70.0))
 
 
 def test_a_verdict_is_a_value() -> None:

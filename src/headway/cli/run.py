@@ -325,7 +325,7 @@ class Judge:
         """Whether all of these are effects of a failure elsewhere."""
         from headway.recover.evidence import Evidence
 
-        return all(self._classifier.classify(Evidence(**finding)).klass == "cascade" for finding in findings)
+        return all(self._classifier.is_effect(Evidence(**finding)) for finding in findings)
 
     def observe(self, order: "Order") -> None:
         """Takes notice of what was decided, here or on another node."""

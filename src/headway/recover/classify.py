@@ -61,6 +61,10 @@ class Classifier:
         lines = _lines(log) if isinstance(log, str) else log
         return _verdict(Log(self._book).read(lines).strongest("log"))
 
+    def is_effect(self, evidence: Evidence) -> bool:
+        """Whether a rank's failure says itself that another's came first. A hang that was analysed is no effect."""
+        return evidence.silent_s is None and _doubt(self.classify(evidence)) == 2
+
     def root_of(self, evidences: Sequence[Evidence]) -> tuple[Evidence, Verdict]:
         """The rank whose failure the others' follow from, and what it was."""
         told = [(evidence, self.classify(evidence)) for evidence in evidences]
