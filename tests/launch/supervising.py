@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,9 +82,11 @@ def descendants(pid: int) -> dict[int, str]:
                 continue
             if fields[0] != "Z":
                 parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = {}, [pid]
+    found: dict[int, str] = {}
+    todo = [pid]
     while todo:
         for child in parents.get(todo.pop(), []):
             todo.append(child)
-            found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            with suppress(OSError):  # it has ended meanwhile, as what stands between a zygote and its forks does
+                found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found

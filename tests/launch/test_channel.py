@@ -49,6 +49,21 @@ def test_each_message_comes_with_its_own_descriptors(pair: Pair) -> None:
             os.close(fd)
 
 
+def test_a_channel_that_is_closed_keeps_no_descriptor_of_a_message_that_nobody_took(pair: Pair) -> None:
+    ours, theirs = pair
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    ours.send({"n": 0}, [write])
+    ours.send({"n": 1}, [write])
+    os.close(write)
+    message, [fd] = theirs.receive()
+    assert message == {"n": 0}
+    os.close(fd)
+    theirs.close()
+    assert os.read(read, 9) == b""  # else somebody could still write
+    os.close(read)
+
+
 def test_a_message_larger_than_the_socket_arrives_whole(pair: Pair) -> None:
     ours, theirs = pair
     message = {"text": "x" * 5_000_000}

@@ -30,6 +30,16 @@ class default_generator:
 """
 """Enough of torch for a zygote: what is tested here is who outlives whom."""
 
+DIES_AFTER_A_FORK = """
+import os, signal
+def die(me=os.getpid()):
+    if os.getpid() == me and os.path.exists("die"):
+        os.unlink("die")
+        os.kill(me, signal.SIGKILL)
+os.register_at_fork(after_in_parent=die)
+"""
+"""What has a zygote killed after the next fork; its successor goes on."""
+
 SUPERVISOR = """
 import json, os, signal, sys
 from headway.launch.crew import Crew
@@ -246,6 +256,22 @@ def test_a_crash_right_after_the_zygote_s_death_still_finds_its_standbys(start: 
     job.family(1)
     after = job.settled(1)
     assert (after["warm"], sorted(after["workers"])) == ([True, True], sorted(before["standbys"]))
+
+
+def test_a_zygote_that_dies_between_two_forks_leaves_nobody_to_wait_for(start: Start, tmp_path: Path) -> None:
+    job = start(torch=TORCH + DIES_AFTER_A_FORK)
+    job.family()
+    before = job.settled()
+    kill(before["zygote"], number=signal.SIGSTOP)
+    kill(*before["standbys"])
+    until(lambda: job.state()["standbys"] == [0, 0])  # both are asked for
+    (tmp_path / "die").touch()
+    kill(before["zygote"], number=signal.SIGCONT)
+    after = job.settled()
+    assert after["zygote"] != before["zygote"]
+    kill(after["workers"][0])
+    job.family(1)
+    assert (job.settled(1)["warm"], job.state()["notes"]) == ([True, True], [])
 
 
 def test_a_killed_standby_is_replaced(start: Start) -> None:

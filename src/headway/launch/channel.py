@@ -69,8 +69,12 @@ class Channel:
         return messages, is_open
 
     def close(self) -> None:
-        """Gives up this end."""
+        """Gives up this end, and the descriptors of messages that nobody took: a fork that kept a copy of another's
+        channel would hide from the supervisor that the other never came up."""
         self._socket.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
 
     def _read(self, flags: int) -> bool:
         fds = array.array("i")
