@@ -18,14 +18,19 @@ Then `headway report` shows the job's Effective Training Time and what took the 
 
 TYPE_CHECKING = False  # as in `typing`, which takes its time to import, and a script that never calls headway none
 if TYPE_CHECKING:
+    from headway.checkpoint.checkpointer import Checkpointer
     from headway.errors import HeadwayError, InputError, PlatformError, UnknownJob
     from headway.run import Activity, Run, current
 
 __version__ = "0.1.0"
 
-__all__ = ["Activity", "HeadwayError", "InputError", "PlatformError", "Run", "UnknownJob", "__version__", "current"]
+__all__ = [
+    "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Run", "UnknownJob", "__version__",
+    "current",
+]  # fmt: skip
 
 _HOME = dict.fromkeys(("HeadwayError", "InputError", "PlatformError", "UnknownJob"), "headway.errors")
+_HOME["Checkpointer"] = "headway.checkpoint"
 _HOME |= dict.fromkeys(("Activity", "Run", "current"), "headway.run")
 
 

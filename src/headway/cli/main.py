@@ -19,6 +19,7 @@ VERBS = {
     "watch": "headway.cli.watch:watch",
     "compare": "headway.cli.compare:compare",
     "failures": "headway.cli.failures:failures",
+    "checkpoint": "headway.cli.checkpoint:checkpoint",
 }
 """Where each verb is. One is loaded when it is called: `exec` stands before a job, and must not take its time."""
 

@@ -69,6 +69,14 @@ class Told(StrEnum):
     """`device`, `looked`: steps run on it, and at how many waits for data it was looked at."""
     DECISION = "decision"
     """`why`, `do`, `category`, `rank`, `node`, `rule`, `line`, `wait_s`: what a supervisor did about a failure."""
+    CHECKPOINT_RESTORED = "checkpoint_restored"
+    """`step`, `tier`, `bytes`, `seconds`, `steps_lost`: where a state came from."""
+    CHECKPOINT_BAD = "checkpoint_bad"
+    """`step`, `tag`, `why`: it could not be restored, and the one before it was taken."""
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    """`why`, `failures`: a save did not come about, and how many in a row."""
+    CHECKPOINT_INTERVAL = "checkpoint_interval"
+    """`memory_s`, `durable_s`, `steps`, `every`, `wasted_percent`, `why`: it was tuned."""
 
 
 KNOWN_NAMES = {activity.value: number for number, activity in enumerate(Activity, 1)}

@@ -1,0 +1,212 @@
+"""Memory that outlives a trainer: a `memfd` with room for one or two images of a rank's checkpoint file.
+
+The first page has a record for each slot, which says what the slot holds. It is taken back before the slot is written
+to and comes last, with a checksum, when all is there: whoever finds it whole finds the image whole.
+"""
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.errors import PlatformError
+
+PAGE = 4096
+_RECORD = struct.Struct("<12sqqQ")
+_SEALED = struct.Struct(f"<{_RECORD.size}sI")
+_STEP = struct.Struct("<q")
+_RECORD_ROOM = 256
+_PREFAULT_STEP = 64 << 20
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_PRIO_PROCESS = 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def aligned(size: int, to: int = PAGE) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How an arena is divided, and whose image it holds."""
+
+    plan: str
+    """Images of the same plan have their tensors at the same places, on every rank."""
+    rank: int
+    world_size: int
+    image_bytes: int
+    metadata_bytes: int
+    slots: int
+    placeholder: str
+    """Stands for the tag in the stored `.metadata`."""
+
+    def slot_offset(self, slot: int) -> int:
+        return PAGE + aligned(self.metadata_bytes) + slot * aligned(self.image_bytes)
+
+    @property
+    def total(self) -> int:
+        return self.slot_offset(self.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a slot holds."""
+
+    tag: str
+    step: int
+    saved_ns: int
+    slot: int
+
+
+class Arena:
+    """One rank's memory for checkpoints."""
+
+    def __init__(self, shape: Shape, fd: int) -> None:
+        self.shape, self.fd = shape, fd
+        self.map = mmap.mmap(fd, shape.total)
+        self._prefault: threading.Thread | None = None
+        self._leaving = False
+
+    @staticmethod
+    def create(shape: Shape, metadata: bytes) -> "Arena":
+        """An empty one. It has no name in any file system, and is gone with the last process that holds it."""
+        fd = os.memfd_create("headway-checkpoint", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, shape.total)
+            arena = Arena(shape, fd)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise PlatformError(f"{shape.total:,} bytes for checkpoints in memory cannot be had: {error}.") from error
+        arena.map[PAGE : PAGE + len(metadata)] = metadata
+        return arena
+
+    # --- records ---
+
+    def held(self) -> list[Held]:
+        """What is complete here, oldest first."""
+        found = [held for slot in range(self.shape.slots) if (held := self._read(slot))]
+        return sorted(found, key=lambda held: held.tag)
+
+    def _read(self, slot: int) -> Held | None:
+        packed, checksum = _SEALED.unpack_from(self.map, slot * _RECORD_ROOM)
+        if zlib.crc32(packed) != checksum:
+            return None
+        tag, step, saved_ns, size = _RECORD.unpack(packed)
+        return Held(tag=tag.decode(), step=step, saved_ns=saved_ns, slot=slot) if size else None
+
+    def open(self, slot: int) -> None:
+        """What the slot held is gone; it may be written to."""
+        self.map[slot * _RECORD_ROOM : slot * _RECORD_ROOM + _SEALED.size] = bytes(_SEALED.size)
+
+    def seal(self, slot: int, tag: str, step: int, saved_ns: int) -> Held:
+        """All of the image is there."""
+        packed = _RECORD.pack(tag.encode(), step, saved_ns, self.shape.image_bytes)
+        _SEALED.pack_into(self.map, slot * _RECORD_ROOM, packed, zlib.crc32(packed))
+        return Held(tag=tag, step=step, saved_ns=saved_ns, slot=slot)
+
+    @property
+    def reached(self) -> int:
+        """The step that training had got to, or -1: so that a restore can tell what was lost."""
+        return int(_STEP.unpack_from(self.map, PAGE - _STEP.size)[0]) - 1
+
+    @reached.setter
+    def reached(self, step: int) -> None:
+        _STEP.pack_into(self.map, PAGE - _STEP.size, step + 1)
+
+    # --- contents ---
+
+    def image(self, slot: int) -> memoryview:
+        offset = self.shape.slot_offset(slot)
+        return memoryview(self.map)[offset : offset + self.shape.image_bytes]
+
+    def metadata(self, tag: str) -> bytes:
+        """`.metadata` of the save with this tag."""
+        template = self.map[PAGE : PAGE + self.shape.metadata_bytes]
+        return template.replace(self.shape.placeholder.encode(), tag.encode())
+
+    # --- pages ---
+
+    def prefault(self, slots: list[int] | None = None, write: bool = True) -> None:
+        """Has the kernel lay in the pages of these slots, in the background: the first copy is then as fast as any."""
+        wanted = range(self.shape.slots) if slots is None else slots
+        ranges = [(self.shape.slot_offset(slot), aligned(self.shape.image_bytes)) for slot in wanted]
+        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+        self._prefault = threading.Thread(
+            target=self._populate, args=(ranges, advice), name="headway-prefault", daemon=True
+        )
+        self._prefault.start()
+
+    def _populate(self, ranges: list[tuple[int, int]], advice: int) -> None:
+        with suppress(OSError):
+            os.setpriority(_PRIO_PROCESS, threading.get_native_id(), 10)
+        anchor = ctypes.c_char.from_buffer(self.map)  # keeps the mapping from being closed under this thread
+        base = ctypes.addressof(anchor)
+        for offset, length in _steps(ranges):
+            if self._leaving or _libc.madvise(ctypes.c_void_p(base + offset), ctypes.c_size_t(length), advice):
+                return  # an old kernel: each page comes when it is touched
+
+    def wait_for_pages(self, timeout_s: float | None = None) -> None:
+        if self._prefault is not None:
+            self._prefault.join(timeout_s)
+
+    def close(self) -> None:
+        """Lets go of the memory, unless tensors still look at it: then it goes with the last of them."""
+        self._leaving = True
+        self.wait_for_pages()
+        with suppress(BufferError):
+            self.map.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _steps(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    for start, length in ranges:
+        for offset in range(start, start + length, _PREFAULT_STEP):
+            yield offset, min(_PREFAULT_STEP, start + length - offset)
+
+
+# --- how much there is --------------------------------------------------------------------------------------------
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that can still be used without anybody being killed: what the machine has free, or the cgroup allows."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([available, *_left_in_cgroups(root)])
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """What each cgroup around this process still allows. Page cache counts as free: the kernel gives it back."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kind, path = line.split(":", 2)
+            if kind in ("", "memory"):
+                base = root / "sys/fs/cgroup" / ("memory" if kind else "")
+                folder = base / path.lstrip("/")
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kind else ("memory.max", "memory.current")
+                while folder == base or base in folder.parents:
+                    yield from _left(folder, *names)
+                    folder = folder.parent
+
+
+def _left(folder: Path, limit: str, usage: str) -> Iterator[int]:
+    with suppress(OSError, ValueError):
+        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        yield max(0, most - used + int(stat.get("inactive_file", 0)))
+
+
+def slots_that_fit(image_bytes: int, free_bytes: int) -> int:
+    """How many images to hold: two where they take no more than half of what is free, or one; else none."""
+    return next((slots for slots in (2, 1) if slots * image_bytes <= free_bytes // 2), 0)
+
+
+__all__ = ["PAGE", "Arena", "Held", "Shape", "aligned", "free_memory", "slots_that_fit"]

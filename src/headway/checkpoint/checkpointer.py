@@ -1,0 +1,434 @@
+"""What a training script holds: says when to save, what belongs to the state, and where to go on after a restart."""
+
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from headway.checkpoint import catalog
+from headway.checkpoint.arena import Arena
+from headway.checkpoint.history import History
+from headway.checkpoint.layout import step_folder
+from headway.checkpoint.position import Resumable, rng_state, set_rng_state
+from headway.checkpoint.reader import BadCheckpoint, Reader, Source
+from headway.checkpoint.retention import Retention
+from headway.checkpoint.schedule import Schedule, schedule
+from headway.checkpoint.writer import Save, SaveFailed, Writer
+from headway.errors import HeadwayError, InputError
+from headway.events.vocabulary import Activity, Told, clean_text
+from headway.run import Run, current
+
+FAILURES = 5
+"""So many saves in a row may fail before the job stops."""
+
+_OWN = "headway"
+"""The name of what is saved beside the user's parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a restore found."""
+
+    step: int
+    """Training goes on with this one."""
+    tier: str
+    """`memory`, `local`, `disk` or `remote`: the farthest that something was read from."""
+    bytes: int
+    seconds: float
+    tag: str
+    folder: str
+    steps_lost: int | None
+    """Steps that were trained and have to be again, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A save that may be restored."""
+
+    tag: str
+    step: int
+    folder: str
+    in_memory: bool
+    stored: bool
+
+
+class Checkpointer:
+    """Saves a training state so that it blocks for one copy in memory, and restores the newest that is whole."""
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, model: nn.Module | None = None, optimizer: Any = None,
+        loader: Any = None, interval: str | int | float | timedelta | None = "auto", keep: int | Retention = 3,
+        memory: str = "auto", stream_bytes: int = 256 << 20, local: str | os.PathLike[str] | None = None,
+        failures: int = FAILURES, process_group: Any = None, run: Run | None = None, **parts: Any,
+    ) -> None:  # fmt: skip
+        """`root` is a folder or a URL. `interval` is `"auto"`, a number of steps, a time such as `"10min"` or a
+        `timedelta`, or None to save only when told. `keep` says how many stay. `parts` are anything else with a
+        `state_dict`: schedulers, scalers, averages. All ranks call this together."""
+        if optimizer is not None and model is None:
+            raise InputError("an optimizer is saved by the names of its model's parameters: give `model`, too.")
+        for name, part in parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise InputError(f"{name} cannot be saved: it has no state_dict and load_state_dict.")
+        self._model, self._optimizer, self._parts = model, optimizer, parts
+        self.loader = _resumable(loader)
+        """What to iterate: the loader itself, or around a plain one something that knows its position."""
+        self._run, self._budget = run or current(), failures
+        retention = keep if isinstance(keep, Retention) else Retention(keep_last=keep)
+        self._events: list[tuple[str, Save | None, dict[str, Any]]] = []
+        self._lock = threading.Lock()
+        self._writer = Writer(
+            root, memory=memory, stream_bytes=stream_bytes, retention=retention, local=local,
+            process_group=process_group, job=self._run.job, hear=self._hear,
+        )  # fmt: skip
+        self._ranks = self._writer.ranks
+        self._history = History(self._writer.storage, self._writer.former, first=self._ranks.is_first)
+        self._schedule: Schedule = schedule(interval, self._ranks.highest, self._ranks.is_first)
+        self.step = 0
+        """Training goes on with this one."""
+        self._found: list[tuple[Arena, list[str]]] | None = None
+        self._failed, self._failure = 0, ""
+        self._told_mode = False
+        self._closed = False
+        self._run.on_stop(self._stop)
+        self._run.leaving.insert(0, self._leave)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    # --- saving ---
+
+    def after(self, step: int, metric: float | None = None) -> None:
+        """Call after every step, on all ranks. Saves when it pays, and raises only when saving has failed too often."""
+        self.step = step + 1
+        self._take_events()
+        if self._writer.reached(step):
+            self.prepare()
+        due = self._schedule.after(step, time.monotonic())
+        if due is not None:
+            save = self._attempt(lambda: self._save(step + 1, metric, durable=due.durable, may_skip=due.may_skip))
+            self._schedule.saved(save is not None, save.blocked_s if save else 0.0, time.monotonic(), due.durable)
+        if self._failed >= self._budget:
+            raise SaveFailed(f"{self._failed} saves in a row have failed, the last one because {self._failure}.")
+
+    def save(self, step: int | None = None, *, metric: float | None = None, wait: bool = False) -> Save:
+        """Saves now, durably. `step` is the one that training would go on with. Waits for an earlier save's upload if
+        the memory is still in use; with `wait`, also for its own."""
+        save = self._save(self.step if step is None else step, metric, durable=True, may_skip=False)
+        assert save is not None
+        if wait:
+            with self._run.span(Activity.CHECKPOINT_BLOCKING):
+                save.wait()
+            self._take_events()
+        return save
+
+    def prepare(self) -> None:
+        """Makes the plan and has the memory laid in, in the background. The first `after` does it by itself."""
+        self._attempt(lambda: self._writer.prepare(lambda: self._state(self.step)))
+        self._say_mode()
+
+    def _save(self, step: int, metric: float | None, durable: bool, may_skip: bool) -> Save | None:
+        with self._run.span(Activity.CHECKPOINT_BLOCKING):
+            save = self._writer.save(
+                lambda: self._state(step), folder=step_folder(step), step=step, metric=metric,
+                durable=durable, may_skip=may_skip,
+            )  # fmt: skip
+        self._say_mode()
+        return save
+
+    def _attempt(self, do: Callable[[], Any]) -> Any:
+        """What a save returns; if it fails, that is told, and training goes on."""
+        try:
+            return do()
+        except Exception as error:  # a job that trains is worth more than one checkpoint; the budget bounds it
+            self._count_failure(f"{type(error).__name__}: {error}")
+            return None
+
+    def _state(self, step: int) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if self._model is not None:
+            state["model"] = get_model_state_dict(self._model)
+        if self._optimizer is not None:
+            assert self._model is not None
+            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
+        for name, part in self._parts.items():
+            state[name] = _packed(part.state_dict())
+        state[_OWN] = ({"step": step, "world_size": self._ranks.size},)
+        state[self._own_key()] = (self._own_state(),)
+        return state
+
+    def _own_key(self) -> str:
+        return f"{_OWN}.rank-{self._ranks.rank}"
+
+    def _own_state(self) -> dict[str, Any]:
+        """What each rank has for itself."""
+        return {"rng": rng_state(), "loader": self.loader.state_dict() if self.loader is not None else None}
+
+    def _stop(self, step: int) -> None:
+        """The job has to stop: what it did must not be lost."""
+        self._attempt(lambda: self.save(step, wait=True))
+
+    # --- what becomes of saves ---
+
+    def _hear(self, event: str, save: Save | None, told: dict[str, Any]) -> None:
+        """Called from the link's thread."""
+        if event == "committed" and save is not None:
+            self._run.checkpoint_saved(save.step, f"{self._writer.storage.url}/{save.folder}")
+        with self._lock:
+            self._events.append((event, save, told))
+
+    def _take_events(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+        for event, save, told in events:
+            if event == "failed":
+                self._count_failure(told.get("error", ""))
+            elif event == "done":
+                self._failed = 0
+            if event in ("done", "failed") and save is not None:
+                self._schedule.uploaded(time.monotonic())
+        if (change := self._schedule.take_change()) is not None:
+            self._run.mark(Told.CHECKPOINT_INTERVAL, **change)
+
+    def _count_failure(self, why: str) -> None:
+        self._failed, self._failure = self._failed + 1, why
+        self._run.mark(Told.CHECKPOINT_FAILED, why=clean_text(why), failures=self._failed)
+        _say(f"a checkpoint was not saved ({why}). Training goes on; the last one that was committed is safe.")
+
+    def _say_mode(self) -> None:
+        if not self._told_mode and self._writer.mode:
+            self._told_mode = True
+            text = self._writer.mode_text()
+            if self._writer.mode == "streaming":
+                self._schedule.without_memory()
+            self._run.mark("note", text=text)
+            if self._ranks.is_first:
+                _say(text)
+
+    # --- restoring ---
+
+    def restore(self) -> Restored | None:
+        """Loads the newest state that is whole on all ranks, from the nearest place that has it, and sets `step`.
+
+        None if there is none. A state that turns out to be bad is reported, and the one before it is taken.
+        """
+        began = time.perf_counter()
+        with self._run.span(Activity.CHECKPOINT_RESTORE):
+            found = self._writer.link.arenas()
+            try:
+                candidates = self._candidates(found)
+                restored = self._restore_first(candidates, [arena for arena, _ in found], began)
+            finally:
+                for arena, _ in found:
+                    arena.close()
+        self._history.restored(restored.tier if restored else None)
+        self._schedule.failures(**self._history.failures())
+        if restored is not None:
+            self.step = restored.step
+            self._run.checkpoint_restored(restored.step, f"{self._writer.storage.url}/{restored.folder}")
+            self._run.mark(Told.CHECKPOINT_RESTORED, **asdict(restored))
+        return restored
+
+    def _candidates(self, found: Sequence[tuple[Arena, list[str]]]) -> list[Candidate]:
+        """What can be restored, the newest first: the same on all ranks."""
+        here = [
+            (held.tag, held.step, arena.shape.world_size, arena.shape.rank)
+            for arena, _ in found for held in arena.held() if _is_image(arena)
+        ]  # fmt: skip
+        everywhere = {entry for entries in self._ranks.all(here) for entry in entries}
+        stored = self._ranks.of_first(self._stored)
+        steps = {tag: step for tag, step, _, _ in everywhere}
+        in_memory = {tag for tag, _, world_size, _ in everywhere if _is_complete(tag, world_size, everywhere)}
+        found_stored = {tag: (step, name) for tag, step, name in stored}
+        candidates = [
+            Candidate(
+                tag=tag, step=found_stored[tag][0] if tag in found_stored else steps[tag],
+                folder=found_stored[tag][1] if tag in found_stored else step_folder(steps[tag]),
+                in_memory=tag in in_memory, stored=tag in found_stored,
+            )
+            for tag in sorted(in_memory | set(found_stored), reverse=True)
+        ]  # fmt: skip
+        return candidates[min(self._run.skip_checkpoints, max(len(candidates) - 1, 0)) :]
+
+    def _stored(self) -> list[tuple[str, int, str]]:
+        found = catalog.checkpoints(self._writer.storage)
+        return [(each.tag, each.step or 0, each.name) for each in found if each.state == "committed"]
+
+    def _restore_first(self, candidates: Sequence[Candidate], arenas: Sequence[Arena], began: float) -> Restored | None:
+        problems = []
+        for candidate in candidates:
+            source = self._source(candidate, arenas)
+            problem = ""
+            try:
+                self._load(source)
+            except Exception as error:  # reported below, on all ranks, and the one before it is taken
+                problem = f"{type(error).__name__}: {error}"
+            if not any(everyones := self._ranks.all(problem)):
+                return self._restored(candidate, source, arenas, time.perf_counter() - began)
+            problem = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyones) if text)
+            problems.append(f"step {candidate.step}: {problem}")
+            self._run.mark(Told.CHECKPOINT_BAD, step=candidate.step, tag=candidate.tag, why=clean_text(problem))
+            if self._ranks.is_first:
+                _say(
+                    f"the checkpoint of step {candidate.step} cannot be restored ({problem}). Taking the one before it."
+                )
+        if problems:
+            raise BadCheckpoint(
+                f"none of the checkpoints in {self._writer.storage.url} can be restored ({' | '.join(problems)}). "
+                f"Nothing was trained over them: look with `headway checkpoint verify`, or choose another folder."
+            )
+        return None
+
+    def _source(self, candidate: Candidate, arenas: Sequence[Arena]) -> Source:
+        usable = [arena for arena in arenas if any(held.tag == candidate.tag for held in arena.held())]
+        source = Source(tag=candidate.tag, arenas=usable, local=self._writer.local, folder=candidate.folder)
+        if candidate.stored:
+            source = replace(source, storage=self._writer.storage)
+            source.manifest = catalog.find(self._writer.storage, candidate.folder).manifest
+        return source
+
+    def _load(self, source: Source) -> None:
+        reader = Reader(source=source)
+        metadata = reader.read_metadata()
+        own = self._own_key()
+        state = self._state(0)
+        for key in [key for key in state if not _is_saved(key, metadata)]:
+            if key != own:
+                raise BadCheckpoint(f"it has no {key}")
+            del state[key]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")  # each rank reads for itself, and that is meant
+            load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+        self._apply(state, state[_OWN][0]["world_size"])
+
+    def _apply(self, state: dict[str, Any], world_size: int) -> None:
+        if self._model is not None and not _is_in_place(state["model"], self._model):
+            set_model_state_dict(self._model, state["model"])
+        if self._optimizer is not None:
+            assert self._model is not None
+            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+        for name, part in self._parts.items():
+            part.load_state_dict(_unpacked(state[name]))
+        own = state.get(self._own_key())
+        if own is None or (self.loader is not None and own[0]["loader"] is None):
+            _say(f"rank {self._ranks.rank} was not part of the job when it saved: its data begins anew.")
+        if own is not None:
+            self._apply_own(own[0], world_size)
+
+    def _apply_own(self, own: Mapping[str, Any], world_size: int) -> None:
+        set_rng_state(own["rng"])
+        if self.loader is None or own["loader"] is None:
+            return
+        if world_size != self._ranks.size and not isinstance(self.loader, Resumable):
+            _say(f"the loader's position was that of {world_size} ranks, not {self._ranks.size}: its data begins anew.")
+            return
+        self.loader.load_state_dict(own["loader"])
+        if note := getattr(self.loader, "note", ""):
+            _say(note)
+
+    def _restored(self, candidate: Candidate, source: Source, arenas: Sequence[Arena], seconds: float) -> Restored:
+        order = ["memory", "local", "disk", "remote"]
+        tier = max(source.used, key=order.index, default="memory")
+        reached = max((arena.reached for arena in arenas), default=-1)
+        lost = max(0, reached + 1 - candidate.step) if reached >= 0 else None
+        self._writer.begin_from(candidate.tag)
+        return Restored(
+            step=candidate.step, tier=tier, bytes=sum(source.used.values()), seconds=seconds, tag=candidate.tag,
+            folder=candidate.folder, steps_lost=lost,
+        )  # fmt: skip
+
+    # --- leaving ---
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything that was saved is durable. False if that takes longer."""
+        done = self._writer.wait(timeout_s)
+        self._take_events()
+        return done
+
+    def close(self) -> None:
+        """Waits for the uploads, and gives the memory back."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._run.span(Activity.CHECKPOINT_BLOCKING):
+            self.wait()
+        self._history.close()
+        self._writer.close()
+
+    def _leave(self) -> None:
+        """The process ends: after a failure the memory is held for the next one, and what is uploaded goes on."""
+        if getattr(sys, "last_value", None) is None and not self._run.status:
+            self.close()
+
+
+def _resumable(loader: Any) -> Any:
+    if loader is None or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return loader
+    return Resumable(loader)
+
+
+def _packed(state: Any) -> Any:
+    """As it is where it has tensors; else one value, whatever its structure becomes."""
+    return state if _has_tensors(state) else (state,)
+
+
+def _unpacked(state: Any) -> Any:
+    return state[0] if isinstance(state, tuple) else state
+
+
+def _has_tensors(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return any(_has_tensors(value) for value in state.values())
+    return isinstance(state, torch.Tensor) or (isinstance(state, list) and any(map(_has_tensors, state)))
+
+
+def _is_saved(key: str, metadata: Metadata) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for name in metadata.state_dict_metadata)
+
+
+def _is_image(arena: Arena) -> bool:
+    """Whether its slots are images, and not parts of a stream."""
+    return not arena.shape.plan.endswith("-0")
+
+
+def _is_complete(tag: str, world_size: int, everywhere: set[tuple[str, int, int, int]]) -> bool:
+    return {rank for other, _, _, rank in everywhere if other == tag} == set(range(world_size))
+
+
+def _is_in_place(state: Mapping[str, Any], model: nn.Module) -> bool:
+    """Whether loading into this state was loading into the model."""
+    live: dict[str, Any] = get_model_state_dict(model)
+    return all(
+        isinstance(value, torch.Tensor) and _memory(value) == _memory(live[key]) for key, value in state.items()
+    )  # fmt: skip
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.data_ptr(), local.numel()
+
+
+def _say(text: str) -> None:
+    print(f"headway: {text}", file=sys.stderr, flush=True)
+
+
+__all__ = ["Checkpointer", "HeadwayError", "Restored"]

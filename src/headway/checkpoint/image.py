@@ -1,0 +1,175 @@
+"""What a rank's checkpoint file looks like: where each tensor's bytes are, and what stands between them.
+
+A plan of torch's own planner becomes an image. All of it but the tensors' bytes and a few pickled values is made once;
+a save only copies. Parts of torch that are not public are touched in this file alone.
+"""
+
+import io
+import pickle
+import secrets
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from headway.checkpoint.arena import PAGE, aligned
+from headway.checkpoint.layout import TAG_LENGTH, shard_name
+from headway.errors import PlatformError
+
+_SMALL = 64
+"""Alignment of what is small; tensors larger than a page begin on one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One item of the plan in the file."""
+
+    index: MetadataIndex
+    offset: int
+    length: int
+    data: int
+    """Where its bytes begin in the file; those of a pickled value fill it from `offset` on."""
+    shape: torch.Size | None
+    """None: a pickled value, of up to `length` bytes."""
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """A rank's file under a plan."""
+
+    pieces: tuple[Piece, ...]
+    constant: tuple[tuple[int, bytes], ...]
+    """Bytes that are the same in every save, and where."""
+    size: int
+
+
+class Outgrown(Exception):
+    """A pickled value no longer fits where the plan has put it: the plan has to be made again."""
+
+
+def draw(plan: SavePlan, planner: SavePlanner) -> Image:
+    """The image of a rank's plan."""
+    pieces, constant, end = [], [], 0
+    for item in plan.items:
+        if _is_plain(item, planner):
+            assert item.tensor_data is not None
+            shape, dtype = item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
+            head, tail, size = _frame(shape, dtype)
+            offset = aligned(end, PAGE if size >= PAGE else _SMALL)
+            end = offset + len(head) + size + len(tail)
+            pieces.append(Piece(item.index, offset, end - offset, offset + len(head), shape, dtype))
+            constant += [(offset, head), (offset + len(head) + size, tail)]
+        else:
+            offset = aligned(end, _SMALL)
+            end = offset + aligned(2 * len(pickled(planner, item)) + 512, _SMALL)
+            pieces.append(Piece(item.index, offset, end - offset, offset, None, None))
+    return Image(pieces=tuple(pieces), constant=tuple(constant), size=max(end, 1))
+
+
+def _is_plain(item: WriteItem, planner: SavePlanner) -> bool:
+    """Whether it is a tensor whose bytes are its values."""
+    if item.type == WriteItemType.BYTE_IO:
+        return False
+    found = planner.lookup_object(item.index)  # type: ignore[attr-defined]
+    return isinstance(found, torch.Tensor) and found.layout == torch.strided and not found.is_quantized
+
+
+def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes, int]:
+    """What `torch.save` writes before and after the bytes of a tensor, and how many those are."""
+    sink = _Sink()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), sink)  # type: ignore[arg-type]
+    size = shape.numel() * dtype.itemsize
+    if size and sink.skipped != [size]:
+        raise PlatformError("torch.save lays out its files in another way than headway knows. Use torch 2.6 to 2.13.")
+    return bytes(sink.before if size else sink.before + sink.after), bytes(sink.after if size else b""), size
+
+
+class _Sink(io.RawIOBase):
+    """A file that remembers what was written before and after the one thing that was skipped."""
+
+    def __init__(self) -> None:
+        self.before, self.after = bytearray(), bytearray()
+        self.skipped: list[int] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        (self.after if self.skipped else self.before).extend(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence == 1 and offset:
+            self.skipped.append(offset)
+        return self.tell()
+
+    def tell(self) -> int:
+        return len(self.before) + len(self.after) + sum(self.skipped)
+
+
+def pickled(planner: SavePlanner, item: WriteItem | MetadataIndex) -> bytes:
+    """A value that is no plain tensor, as `torch.load` reads it, also with something behind it."""
+    index = item if isinstance(item, MetadataIndex) else item.index
+    return pickled_value(planner.lookup_object(index))  # type: ignore[attr-defined]
+
+
+def pickled_value(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    # The older of torch's formats is read from its beginning on. The newer one is found from the end, which moves.
+    torch.save(value, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+# --- metadata ------------------------------------------------------------------------------------------------------
+
+
+def new_placeholder() -> str:
+    """Something as long as a tag that no state's names contain."""
+    return secrets.token_hex(TAG_LENGTH // 2)
+
+
+def results(image: Image, rank: int, tag: str) -> list[WriteResult]:
+    """What torch wants to know about the items of a rank's file."""
+    name = shard_name(rank, tag)
+    places = [(piece, _StorageInfo(name, piece.offset, piece.length)) for piece in image.pieces]
+    return [WriteResult(index=piece.index, size_in_bytes=piece.length, storage_data=place) for piece, place in places]
+
+
+def metadata_template(metadata: Metadata, results_by_rank: Iterable[Sequence[WriteResult]]) -> bytes:
+    """`.metadata` with a placeholder for the tag: the saves of a plan differ in nothing else."""
+    metadata.storage_data = {result.index: result.storage_data for results in results_by_rank for result in results}
+    metadata.storage_meta = StorageMeta()
+    return pickle.dumps(metadata)
+
+
+def plan_name(template: bytes, placeholder: str, world_size: int) -> str:
+    """The same for plans that put the same things in the same places."""
+    return f"{world_size}-{zlib.crc32(template.replace(placeholder.encode(), bytes(TAG_LENGTH))):08x}-{len(template)}"
+
+
+# --- is the plan still right? --------------------------------------------------------------------------------------
+
+
+def signature(flat: Mapping[str, Any]) -> list[Any]:
+    """Differs when a plan would."""
+    return [(key, *_signature_of(value)) for key, value in flat.items()]
+
+
+def _signature_of(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor):
+        return (getattr(value, "local_shards", None) and tuple(map(str, value.metadata().shards_metadata)),)
+    if isinstance(value, DTensor):
+        return (value.shape, value.dtype, value.placements, value.device_mesh)
+    return (value.shape, value.dtype)

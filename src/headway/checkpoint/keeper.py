@@ -1,0 +1,254 @@
+"""The process that holds a node's checkpoints in memory while trainers come and go, and has them uploaded.
+
+It listens at an address made of the root's name. Trainers hand it their arenas; after a crash the next ones get them
+back. A child of it uploads; should that die, it starts another and has what was under way done again. It leaves when
+its last trainer has said goodbye, or when none came back for a while; never before the uploads are done.
+"""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headway.checkpoint import wire
+from headway.checkpoint.arena import Shape
+from headway.checkpoint.wire import Wire
+
+LINGER_S = 120.0
+"""How long to hold memory for trainers that died, when no supervisor is there to start them again."""
+
+FIRST_S = 30.0
+"""How long to wait for the first trainer."""
+
+TRIES = 3
+"""How often an upload is begun, if the uploader dies of it."""
+
+RESPAWN_S = 1.0
+"""How often to start an uploader at most, if it is not for a task."""
+
+_UPLOADER = "from headway.checkpoint.uploader import main; main()"
+
+
+@dataclass
+class Client:
+    """A trainer, or a supervisor."""
+
+    wire: Wire
+    pidfd: int
+    session: str = ""
+    rank: int = -1
+    left: bool = False
+
+
+@dataclass
+class Task:
+    """An upload."""
+
+    told: dict[str, Any]
+    key: tuple[str, int]
+    tries: int = 0
+
+
+@dataclass
+class Keeper:
+    """All that the process knows."""
+
+    root: str
+    server: socket.socket
+    clients: dict[int, Client] = field(default_factory=dict)
+    arenas: dict[tuple[str, int], tuple[Shape, int]] = field(default_factory=dict)
+    tasks: dict[tuple[str, int], Task] = field(default_factory=dict)
+    lease: dict[str, Any] | None = None
+    uploader: Wire | None = None
+    uploader_pid: int = 0
+    uploader_since: float = -RESPAWN_S
+    empty_since: float = field(default_factory=time.monotonic)
+    linger_s: float = FIRST_S
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def run(self) -> None:
+        self.selector.register(self.server, selectors.EVENT_READ, self._accept)
+        while not self._may_leave():
+            for key, _ in self.selector.select(timeout=RESPAWN_S):
+                key.data()
+            if self.lease and time.monotonic() - self.uploader_since >= RESPAWN_S:
+                self._start_uploader()
+
+    def _may_leave(self) -> bool:
+        if self.clients or self.tasks:
+            self.empty_since = time.monotonic()
+            return False
+        return time.monotonic() - self.empty_since >= self.linger_s
+
+    # --- clients ---
+
+    def _accept(self) -> None:
+        end, _ = self.server.accept()
+        wire = Wire(end)
+        pid, user = wire.peer()
+        try:
+            client = Client(wire, os.pidfd_open(pid))
+        except OSError:  # it is gone already
+            user = -1
+        if user != os.getuid():
+            wire.close()
+            return
+        self.clients[client.pidfd] = client
+        self.selector.register(wire, selectors.EVENT_READ, lambda: self._hear(client))
+        # Data workers that were forked from a trainer hold its connection: its death must show all the same.
+        self.selector.register(client.pidfd, selectors.EVENT_READ, lambda: self._lost(client))
+
+    def _hear(self, client: Client) -> None:
+        if client.pidfd not in self.clients:
+            return
+        received = client.wire.receive()
+        if received is None:
+            self._lost(client)
+            return
+        message, fds = received
+        getattr(self, f"_do_{message['do']}")(client, message, *fds)
+
+    def _lost(self, client: Client) -> None:
+        if self.clients.pop(client.pidfd, None) is None:  # both its ends were seen at once
+            return
+        self.selector.unregister(client.wire)
+        self.selector.unregister(client.pidfd)
+        client.wire.close()
+        os.close(client.pidfd)
+        if not client.left:
+            self.linger_s = LINGER_S
+            self._tell_uploader({"gone": client.rank})
+        if not any(other.session for other in self.clients.values()):
+            self._set_lease(None)
+
+    def _do_hello(self, client: Client, message: dict[str, Any]) -> None:
+        others = {other.session for other in self.clients.values() if other.session} - {message["session"]}
+        if message["session"] and others:
+            client.wire.send({"refused": f"another run ({others.pop()}) writes checkpoints to {self.root}"})
+            return
+        client.session, client.rank, self.linger_s = message["session"], message["rank"], LINGER_S
+        if message.get("lease"):
+            self._set_lease(message["lease"])
+        client.wire.send({"hello": os.getpid()})
+
+    def _do_bye(self, client: Client, message: dict[str, Any]) -> None:
+        """A client leaves for good: with the last one goes what was held for it."""
+        client.left = True
+        if not any(not other.left for other in self.clients.values()):
+            self.linger_s = 0.0
+        client.wire.send({"bye": True})
+
+    def _do_arena(self, client: Client, message: dict[str, Any], fd: int) -> None:
+        shape = Shape(**message["shape"])
+        self._let_go((shape.plan, shape.rank))
+        self.arenas[shape.plan, shape.rank] = shape, fd
+
+    def _do_keep(self, client: Client, message: dict[str, Any]) -> None:
+        """Only the arenas of this plan are still of use, and those that are being uploaded."""
+        in_use = {(task.told["plan"], task.told["rank"]) for task in self.tasks.values()}
+        for key in [key for key in self.arenas if key[0] != message["plan"] and key not in in_use]:
+            self._let_go(key)
+
+    def _do_arenas(self, client: Client, message: dict[str, Any]) -> None:
+        for (plan, rank), (shape, fd) in self.arenas.items():
+            tasks = [task.told for task in self.tasks.values()]
+            pending = [told["tag"] for told in tasks if (told["plan"], told["rank"]) == (plan, rank)]
+            client.wire.send({"arena": asdict(shape), "pending": pending}, fd)
+        client.wire.send({"arenas": len(self.arenas)})
+
+    def _do_save(self, client: Client, message: dict[str, Any]) -> None:
+        task = message["task"]
+        key = (task["tag"], task["rank"])
+        self.tasks[key] = Task(task, key)
+        self._upload(self.tasks[key])
+
+    def _let_go(self, key: tuple[str, int]) -> None:
+        if key in self.arenas:
+            os.close(self.arenas.pop(key)[1])
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        for client in self.clients.values():
+            if client.rank == rank:
+                client.wire.send(message)
+
+    # --- the uploader ---
+
+    def _upload(self, task: Task) -> None:
+        task.tries += 1
+        arena = self.arenas.get((task.told["plan"], task.told["rank"]))
+        if arena is None or task.tries > TRIES:
+            why = "its memory is not held here" if arena is None else f"the uploader died of it {TRIES} times"
+            self._over(task, {"event": "failed", "error": why})
+            return
+        self._start_uploader()
+        self._tell_uploader({"task": task.told, "shape": asdict(arena[0])}, arena[1])
+
+    def _over(self, task: Task, message: dict[str, Any]) -> None:
+        self.tasks.pop(task.key, None)
+        self._tell(task.told["rank"], {**message, "tag": task.told["tag"], "rank": task.told["rank"]})
+
+    def _start_uploader(self) -> None:
+        if self.uploader is not None:
+            return
+        self.uploader_since = time.monotonic()
+        self.uploader, theirs = wire.pair()
+        os.set_inheritable(theirs.fileno(), True)
+        self.uploader_pid = os.posix_spawn(
+            sys.executable, [sys.executable, "-c", _UPLOADER, str(theirs.fileno()), str(os.getpid())], os.environ
+        )
+        theirs.close()
+        self.selector.register(self.uploader, selectors.EVENT_READ, self._hear_uploader)
+        if self.lease:
+            self._tell_uploader({"lease": self.lease})
+
+    def _tell_uploader(self, message: dict[str, Any], *fds: int) -> None:
+        if self.uploader is not None:
+            self.uploader.send(message, *fds)
+
+    def _set_lease(self, lease: dict[str, Any] | None) -> None:
+        self.lease = lease
+        self._tell_uploader({"lease": lease})
+
+    def _hear_uploader(self) -> None:
+        assert self.uploader is not None
+        received = self.uploader.receive()
+        if received is None:
+            self._bury_uploader()
+            return
+        message = received[0]
+        task = self.tasks.get((message["tag"], message["rank"]))
+        if task is not None and message["event"] in ("failed", "done"):
+            self._over(task, message)
+        else:
+            self._tell(message["rank"], message)
+
+    def _bury_uploader(self) -> None:
+        assert self.uploader is not None
+        self.selector.unregister(self.uploader)
+        self.uploader.close()
+        self.uploader = None
+        with suppress(ProcessLookupError):
+            os.kill(self.uploader_pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.uploader_pid, 0)
+        for task in list(self.tasks.values()):
+            if task.told["streams"]:  # what it had read of it is gone
+                self._over(task, {"event": "failed", "error": "the uploader died", "died": True})
+            else:
+                self._upload(task)
+
+
+def main() -> None:
+    """The process: `keeper ROOT`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when its trainers have; they get these too
+    root = json.loads(sys.argv[1])
+    server = wire.listen(root)
+    if server is not None:
+        Keeper(root, server).run()

@@ -1,0 +1,169 @@
+"""A trainer's line to the keeper of its node: hands over memory and saves, hears what became of them."""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from headway.checkpoint import wire
+from headway.checkpoint.arena import Arena, Shape
+from headway.checkpoint.lease import Taken
+from headway.checkpoint.wire import Wire
+from headway.errors import PlatformError
+
+UP_S = 60.0
+"""How long a keeper may take to come up on a busy machine."""
+
+HANDOVER_S = 15.0
+"""How long the trainers of an earlier attempt may take to be gone."""
+
+_KEEPER = "from headway.checkpoint.keeper import main; main()"
+
+_OVER = ("done", "failed")
+
+
+class Link:
+    """Stays up: if the keeper dies, the next one gets everything again."""
+
+    def __init__(
+        self, root: str, session: str, rank: int, lease: dict[str, Any] | None, hear: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._root, self._hear = root, hear
+        self._hello = {"do": "hello", "session": session, "rank": rank, "lease": lease}
+        self._arenas: dict[str, Arena] = {}
+        self._pending: dict[str, dict[str, Any]] = {}
+        self._changed = threading.Condition()
+        self._answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None] = queue.SimpleQueue()
+        self._leaving = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._wire = self._open()
+        self._thread = threading.Thread(target=self._listen, name="headway-keeper-link", daemon=True)
+        self._thread.start()
+
+    # --- coming up ---
+
+    def _open(self) -> Wire:
+        until, refused = time.monotonic() + UP_S, None
+        while time.monotonic() < until:
+            link = wire.connect(self._root)
+            if link is None:
+                self._start_keeper()
+                time.sleep(0.01)
+                continue
+            answer = link.receive() if link.send(self._hello) else None
+            if answer is not None and "refused" not in answer[0]:
+                return link
+            link.close()
+            if answer is not None:
+                refused = refused or time.monotonic()
+                if time.monotonic() - refused > HANDOVER_S:
+                    raise Taken(f"{answer[0]['refused']}: two would mix theirs. Choose another folder, or stop it.")
+                time.sleep(0.1)
+        raise PlatformError(f"no keeper for the checkpoints in {self._root} came up within {UP_S:.0f} s.")
+
+    def _start_keeper(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            return
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", _KEEPER, json.dumps(self._root)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True, cwd="/", env={**os.environ, "HEADWAY_DISABLE": "1"},
+        )  # fmt: skip
+
+    def _reopen(self) -> None:
+        opened = self._open()
+        with self._changed:
+            self._wire.close()
+            self._wire = opened
+            for arena in self._arenas.values():
+                self._wire.send({"do": "arena", "shape": asdict(arena.shape)}, arena.fd)
+            for task in self._pending.values():
+                self._wire.send({"do": "save", "task": task})
+
+    # --- talking ---
+
+    def arenas(self) -> list[tuple[Arena, list[str]]]:
+        """What the node's memory holds, of all ranks, and the tags of what is still being uploaded from it."""
+        while True:
+            self._send({"do": "arenas"})
+            found: list[tuple[Arena, list[str]]] = []
+            while (answer := self._answers.get()) is not None:
+                message, fds = answer
+                if "arenas" in message:
+                    return found
+                found.append((Arena(Shape(**message["arena"]), fds[0]), message["pending"]))
+            for arena, _ in found:  # the keeper has died meanwhile: the next one is asked
+                arena.close()
+
+    def hold(self, arena: Arena) -> None:
+        """The keeper keeps this memory from now on."""
+        with self._changed:
+            self._arenas[arena.shape.plan] = arena
+        self._send({"do": "arena", "shape": asdict(arena.shape)}, arena.fd)
+
+    def keep_only(self, plan: str) -> None:
+        with self._changed:
+            self._arenas = {name: arena for name, arena in self._arenas.items() if name == plan}
+        self._send({"do": "keep", "plan": plan})
+
+    def save(self, task: dict[str, Any]) -> None:
+        """Has a save uploaded. It is in safe hands from here on, whatever becomes of this process."""
+        with self._changed:
+            self._pending[task["tag"]] = task
+            self._wire.send({"do": "save", "task": task})
+
+    def wait(self, tag: str | None = None, timeout_s: float | None = None) -> bool:
+        """Waits until a save, or every one, has come to its end. False if it takes longer."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._pending if tag is None else tag not in self._pending, timeout_s
+            )
+
+    def close(self) -> None:
+        """Leaves for good: nobody will come back for the memory."""
+        with self._changed:
+            self._leaving = True
+            self._wire.send({"do": "bye"})
+        self._thread.join(5.0)
+        self._wire.shut()
+        self._wire.close()
+
+    def _send(self, message: dict[str, Any], *fds: int) -> None:
+        with self._changed:
+            self._wire.send(message, *fds)
+
+    def _listen(self) -> None:
+        while True:
+            received = self._wire.receive()
+            if received is None:
+                if self._leaving:
+                    return
+                self._answers.put(None)
+                try:
+                    self._reopen()
+                except Exception as error:
+                    self._give_up(str(error))
+                    return
+            elif "event" in received[0]:
+                self._take(received[0])
+            elif "bye" in received[0]:
+                return
+            else:
+                self._answers.put(received)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self._hear(event)
+        if event["event"] in _OVER:
+            with self._changed:
+                self._pending.pop(event["tag"], None)
+                self._changed.notify_all()
+
+    def _give_up(self, why: str) -> None:
+        for tag, task in list(self._pending.items()):
+            self._take({"event": "failed", "tag": tag, "rank": task["rank"], "error": why})

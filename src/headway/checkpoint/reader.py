@@ -1,0 +1,219 @@
+"""Reads checkpoints back: from memory, from the local disk, or from where they are stored, whichever comes first.
+
+What comes from a file is compared with its hash before any of it is used.
+"""
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from headway.checkpoint import catalog
+from headway.checkpoint.arena import Arena
+from headway.checkpoint.layout import METADATA, Manifest, Shard, marker_name, read_marker
+from headway.checkpoint.storage import Storage, open_storage
+from headway.errors import HeadwayError
+
+_RECORD = b"archive/data/0"
+_HEAD = 8192
+
+
+class BadCheckpoint(HeadwayError):
+    """A checkpoint is not what was saved; the text says which part of it."""
+
+
+@dataclass
+class Source:
+    """Where files can come from, nearest first."""
+
+    tag: str
+    arenas: Sequence[Arena] = ()
+    local: str | None = None
+    storage: Storage | None = None
+    folder: str = ""
+    manifest: Manifest | None = None
+    used: dict[str, int] = field(default_factory=dict)
+    """Bytes that were read from each tier."""
+
+    def metadata(self) -> bytes:
+        for arena in self.arenas:
+            if any(held.tag == self.tag for held in arena.held()):
+                return arena.metadata(self.tag)
+        if self.manifest is None or self.storage is None or self.manifest.metadata is None:
+            raise BadCheckpoint(f"nothing says what the save {self.tag} consists of")
+        data = self.storage.read(_join(self.folder, METADATA))
+        _check(data, self.manifest.metadata, METADATA)
+        return data
+
+    def open(self, name: str) -> Any:
+        """A file's bytes, checked."""
+        for arena in self.arenas:
+            for held in arena.held():
+                if held.tag == self.tag and name == f"__{arena.shape.rank}_{self.tag}.distcp":
+                    return self._count("memory", arena.image(held.slot))
+        if (path := self._on_disk(name)) is not None:
+            return self._count("local", path)
+        return self._count("remote" if self.storage and not self.storage.is_local else "disk", self._stored(name))
+
+    def _count(self, tier: str, data: Any) -> Any:
+        self.used[tier] = self.used.get(tier, 0) + len(data)
+        return data
+
+    def _on_disk(self, name: str) -> Any:
+        """The local copy, if it is there and whole."""
+        if self.local is None:
+            return None
+        place = open_storage(self.local)
+        try:
+            rank = int(name.split("_")[2])
+            shard = read_marker(place.read(_join(self.folder, marker_name(self.tag, rank))))[name]
+            return _mapped(Path(place.url) / self.folder / name, shard, name)
+        except (OSError, KeyError, ValueError, BadCheckpoint):
+            return None
+
+    def _stored(self, name: str) -> Any:
+        if self.storage is None or self.manifest is None or name not in self.manifest.files:
+            raise BadCheckpoint(f"{name} is neither in memory nor stored")
+        shard, where = self.manifest.files[name], _join(self.folder, name)
+        try:
+            if self.storage.is_local:
+                return _mapped(Path(self.storage.url) / where, shard, name)
+            with tempfile.TemporaryDirectory(dir=self.local) as folder:
+                self.storage.fetch(where, Path(folder) / "shard")
+                return _mapped(Path(folder) / "shard", shard, name)
+        except OSError as error:
+            raise BadCheckpoint(f"{name} cannot be read ({error})") from error
+
+
+class Reader(StorageReader):
+    """A storage reader for `dcp.load` that compares every file with its hash before it believes it.
+
+    ::
+
+        dcp.load(state, storage_reader=Reader("checkpoints/step-00000100"))
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "", source: Source | None = None) -> None:
+        self._path, self._source = os.fspath(path), source
+        self._storage_data: dict[Any, Any] = {}
+        self._tensors: dict[Any, Any] = {}
+
+    @property
+    def source(self) -> Source:
+        if self._source is None:
+            self._source = stored(self._path)
+        return self._source
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self._path, self._source = os.fspath(checkpoint_id), None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata: Metadata = pickle.loads(self.source.metadata())
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._storage_data, self._tensors = metadata.storage_data, metadata.state_dict_metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._storage_data[item.storage_index].relative_path, []).append(item)
+        on_device = False
+        for name, items in by_file.items():
+            data = self.source.open(name)
+            for item in items:
+                on_device |= self._read(data, item, planner)
+        if on_device:
+            torch.accelerator.synchronize()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, data: Any, item: ReadItem, planner: LoadPlanner) -> bool:
+        place = self._storage_data[item.storage_index]
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(data[place.offset : place.offset + place.length]))
+            return False
+        target = planner.resolve_tensor(item).detach()
+        found = _tensor(data, place.offset, place.length, *self._kind(item))
+        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            found = found.narrow(dimension, start, length)
+        target.copy_(found, non_blocking=True)
+        planner.commit_tensor(item, target)
+        return target.device.type != "cpu"
+
+    def _kind(self, item: ReadItem) -> tuple[torch.Size, torch.dtype]:
+        """Size and type of the tensor that was saved."""
+        told, wanted = self._tensors[item.storage_index.fqn], item.storage_index.offset
+        if len(told.chunks) == 1:
+            return told.chunks[0].sizes, told.properties.dtype
+        return next(chunk.sizes for chunk in told.chunks if chunk.offsets == wanted), told.properties.dtype
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def stored(path: str) -> Source:
+    """The checkpoint in a folder."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    storage = open_storage(parent or ".")
+    found = catalog.find(storage, name)
+    if found.manifest is None:
+        raise BadCheckpoint(f"{path} has no manifest, so nothing can be checked. Plain dcp.load may read it")
+    return Source(tag=found.manifest.tag, storage=storage, folder=name, manifest=found.manifest)
+
+
+def _tensor(data: Any, offset: int, length: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor as `torch.save` wrote it, without a copy of its bytes."""
+    head = bytes(data[offset : offset + min(length, _HEAD)])
+    at = head.find(_RECORD)
+    if at < 30 or head[at - 30 : at - 26] != b"PK\3\4":  # pickled as a whole
+        found: torch.Tensor = torch.load(io.BytesIO(data[offset : offset + length]), weights_only=True)
+        return found
+    size = shape.numel() * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    start = offset + at + len(_RECORD) + int.from_bytes(head[at - 2 : at], "little")
+    return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).view(dtype).view(shape)
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _check(data: Any, shard: Shard, name: str) -> None:
+    import xxhash
+
+    if len(data) != shard.bytes:
+        raise BadCheckpoint(f"{name} has {len(data):,} bytes instead of {shard.bytes:,}")
+    if xxhash.xxh3_128_hexdigest(data) != shard.xxh3:
+        raise BadCheckpoint(f"{name} is not what was saved: its hash differs")
+
+
+def _mapped(path: Path, shard: Shard, name: str) -> mmap.mmap:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size != shard.bytes:
+            raise BadCheckpoint(f"{name} has {os.fstat(file.fileno()).st_size:,} bytes instead of {shard.bytes:,}")
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    _check(data, shard, name)
+    return data

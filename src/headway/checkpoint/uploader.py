@@ -1,0 +1,259 @@
+"""The process that makes checkpoints durable: it reads arenas and writes files, and never imports torch.
+
+A shard goes to its place under a name of its own, hashed on its way, and then the rank's marker. Where rank 0 is, the
+coordinator waits for all markers, writes the manifest, and last `.metadata`: from that instant on the checkpoint
+exists. Only then `latest` moves, and only then older ones are pruned. Whatever dies at whatever instant, the last
+checkpoint that was committed stays as it is.
+"""
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint import catalog, lease
+from headway.checkpoint.arena import Arena, Shape
+from headway.checkpoint.layout import (
+    METADATA,
+    Manifest,
+    Shard,
+    manifest_name,
+    marker,
+    marker_name,
+    read_marker,
+    shard_name,
+)
+from headway.checkpoint.retention import Retention
+from headway.checkpoint.storage import Storage, open_storage
+from headway.checkpoint.wire import Wire
+
+CHUNK = 16 << 20
+THREADS = 4
+STALLED_S = 60.0
+"""How long a trainer may take for the next part of a stream."""
+
+_NICE = 10
+_IOPRIO_BEST_EFFORT_LAST = (2 << 13) | 7
+_SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+
+
+class Broken(Exception):
+    """A save cannot be made durable; the text says why."""
+
+
+class Uploader:
+    """Does the tasks that come in, a few at a time."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._tasks: queue.SimpleQueue[tuple[dict[str, Any], Arena]] = queue.SimpleQueue()
+        self._gone: set[int] = set()
+        self._lease: dict[str, Any] | None = None
+        self._lost: set[str] = set()
+        """Sessions that another one has taken the root from."""
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        for _ in range(THREADS):
+            threading.Thread(target=self._work, daemon=True).start()
+        threading.Thread(target=self._hold, daemon=True).start()
+        while (received := self._wire.receive()) is not None:
+            message, fds = received
+            if "task" in message:
+                self._gone.discard(message["task"]["rank"])
+                self._tasks.put((message["task"], Arena(Shape(**message["shape"]), fds[0])))
+            elif "gone" in message:
+                self._gone.add(message["gone"])
+            elif "lease" in message:
+                self._lease = message["lease"]
+
+    def _hold(self) -> None:
+        """Says now and then that the root is still in use."""
+        while True:
+            time.sleep(lease.REFRESH_S)
+            if (told := self._lease) is not None:
+                with suppress(Exception):  # the next one may get through; until then the old word counts
+                    storage, owner = open_storage(told["root"]), lease.Owner(**told["owner"])
+                    if lease.holds(storage, owner.session):
+                        lease.refresh(storage, owner)
+                    else:
+                        self._lost.add(owner.session)
+
+    def _work(self) -> None:
+        while True:
+            task, arena = self._tasks.get()
+            try:
+                self._do(task, arena)
+            except Exception as error:  # reported to the trainer, which decides what a failed save means
+                text = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
+                _excuse(task, text)
+                self._tell(task, "failed", error=text, errno=getattr(error, "errno", None))
+            finally:
+                arena.close()
+
+    def _tell(self, task: dict[str, Any], event: str, **more: Any) -> None:
+        with self._lock:
+            self._wire.send({"event": event, "tag": task["tag"], "rank": task["rank"], **more})
+
+    def _do(self, task: dict[str, Any], arena: Arena) -> None:
+        if "error" in task:
+            raise Broken(task["error"])
+        began, cpu = time.monotonic(), time.thread_time()
+        size = task["image_bytes"]
+        chunks = self._stream(task, arena) if task["streams"] else _chunks(arena.image(task["slot"]))
+        storage, kept = open_storage(task["root"]), task.get("local")
+        if kept:
+            _store(open_storage(kept), task, chunks, size, metadata=arena.metadata(task["tag"]))
+            chunks = _chunks_of_file(Path(kept) / task["folder"] / shard_name(task["rank"], task["tag"]))
+        digest = _store(storage, task, chunks, size)
+        if not task["streams"] and not _still_holds(arena, task):
+            raise Broken("its memory was given to another save before it was uploaded")
+        self._tell(task, "uploaded", seconds=time.monotonic() - began, bytes=size, xxh3=digest)
+        if task["coordinator"]:
+            manifest = self._commit(storage, task, arena.metadata(task["tag"]))
+            seconds, cpu_s = time.monotonic() - began, time.thread_time() - cpu
+            self._tell(task, "committed", seconds=seconds, cpu_s=cpu_s, bytes=manifest.size)
+            _tidy(storage, task)
+        self._tell(task, "done")
+
+    def _stream(self, task: dict[str, Any], arena: Arena) -> Iterator[memoryview]:
+        """The parts of an image as the trainer makes them. Each slot is free for another one afterwards."""
+        room, left, number = arena.shape.image_bytes, task["image_bytes"], 0
+        while left:
+            slot = number % arena.shape.slots
+            self._await_part(task, arena, slot, number)
+            size = min(room, left)
+            yield arena.image(slot)[:size]
+            arena.open(slot)
+            left, number = left - size, number + 1
+
+    def _await_part(self, task: dict[str, Any], arena: Arena, slot: int, number: int) -> None:
+        until, patience_s = time.monotonic() + STALLED_S, 0.0002
+        while not any(h.slot == slot and h.step == number and h.tag == task["tag"] for h in arena.held()):
+            if task["rank"] in self._gone or time.monotonic() > until:
+                raise Broken("the trainer ended before it had saved everything")
+            time.sleep(patience_s)
+            patience_s = min(2 * patience_s, 0.005)
+
+    # --- the coordinator ---
+
+    def _commit(self, storage: Storage, task: dict[str, Any], metadata: bytes) -> Manifest:
+        import xxhash
+
+        files = self._await_markers(storage, task)
+        seal = Shard(bytes=len(metadata), xxh3=xxhash.xxh3_128_hexdigest(metadata), rank=0)
+        manifest = Manifest(
+            tag=task["tag"], step=task["step"], world_size=task["world_size"], saved_ns=task["saved_ns"],
+            job=task["job"], metric=task["metric"], files=files, metadata=seal,
+        )  # fmt: skip
+        if task["session"] in self._lost or not lease.holds(storage, task["session"]):
+            raise Broken(f"another job has begun to write to {storage.url}: this one must not any more")
+        storage.write(_join(task["folder"], manifest_name(task["tag"])), manifest.to_json().encode())
+        storage.write(_join(task["folder"], METADATA), metadata)
+        return manifest
+
+    def _await_markers(self, storage: Storage, task: dict[str, Any]) -> dict[str, Shard]:
+        until, patience_s, found = time.monotonic() + task["deadline_s"], 0.005, dict[int, dict[str, Shard]]()
+        while missing := [rank for rank in range(task["world_size"]) if rank not in found]:
+            present = set(storage.names(task["folder"]))
+            for rank in missing:
+                if (name := marker_name(task["tag"], rank)) in present:
+                    found[rank] = _heard(rank, storage.read(_join(task["folder"], name)))
+            if len(found) < task["world_size"]:
+                if time.monotonic() > until:
+                    ranks = ", ".join(str(rank) for rank in missing if rank not in found)
+                    raise Broken(f"no word from rank {ranks} after {task['deadline_s']:.0f} s: not committed")
+                time.sleep(patience_s)
+                patience_s = min(1.5 * patience_s, 1.0)
+        return {name: shard for shards in found.values() for name, shard in shards.items()}
+
+
+def _store(
+    storage: Storage, task: dict[str, Any], chunks: Iterator[memoryview], size: int, metadata: bytes | None = None
+) -> str:
+    """Brings a rank's shard to its place, and then its marker. Returns the hash."""
+    name, folder = shard_name(task["rank"], task["tag"]), task["folder"]
+    digest = storage.upload(_join(folder, name), chunks, size)
+    if metadata is not None:
+        storage.write(_join(folder, f"{task['tag']}.metadata"), metadata)
+    shards = {name: Shard(bytes=size, xxh3=digest, rank=task["rank"])}
+    storage.write(_join(folder, marker_name(task["tag"], task["rank"])), marker(shards).encode())
+    return digest
+
+
+def _excuse(task: dict[str, Any], why: str) -> None:
+    """Tells the coordinator that this rank's shard will not come."""
+    if not task["coordinator"]:
+        with suppress(Exception):  # else it learns it at its deadline
+            name = _join(task["folder"], marker_name(task["tag"], task["rank"]))
+            open_storage(task["root"]).write(name, json.dumps({"error": why}).encode())
+
+
+def _heard(rank: int, text: bytes) -> dict[str, Shard]:
+    if "error" in (told := json.loads(text)):
+        raise Broken(f"rank {rank}: {told['error']}")
+    return read_marker(text)
+
+
+def _still_holds(arena: Arena, task: dict[str, Any]) -> bool:
+    return any(held.tag == task["tag"] and held.slot == task["slot"] for held in arena.held())
+
+
+def _tidy(storage: Storage, task: dict[str, Any]) -> None:
+    """What comes after the commit, and may fail without harm: the next one does it again."""
+    with suppress(Exception):
+        for rank in range(task["world_size"]):
+            storage.remove(_join(task["folder"], marker_name(task["tag"], rank)))
+        if task["folder"]:
+            catalog.set_latest(storage, task["folder"])
+        if task["retention"] is not None:
+            catalog.prune(storage, Retention(**task["retention"]))
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _chunks(image: memoryview) -> Iterator[memoryview]:
+    for offset in range(0, len(image), CHUNK):
+        yield image[offset : offset + CHUNK]
+
+
+def _chunks_of_file(path: Path) -> Iterator[memoryview]:
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(CHUNK):
+            yield memoryview(data)
+
+
+def _stay_in_background() -> None:
+    import ctypes
+
+    os.nice(_NICE)
+    if number := _SYS_IOPRIO_SET.get(os.uname().machine):
+        ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_BEST_EFFORT_LAST)
+
+
+def _die_with(parent: int) -> None:
+    """The keeper's death is this process's: the next keeper has its own, and two would write the same files."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def main() -> None:
+    """The process: `uploader FD KEEPER`."""
+    _die_with(int(sys.argv[2]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _stay_in_background()
+    Uploader(Wire(socket.socket(fileno=int(sys.argv[1])))).run()

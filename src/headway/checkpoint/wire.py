@@ -1,0 +1,88 @@
+"""Messages with file descriptors between the processes of a node that have to do with checkpoints."""
+
+import hashlib
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+_ROOM = 1 << 18
+_FDS = 4
+
+
+class Wire:
+    """One end of a connection. What is sent arrives whole, in order, or not at all."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, message: dict[str, Any], *fds: int) -> bool:
+        """False if nobody is there."""
+        try:
+            socket.send_fds(self._end, [json.dumps(message).encode()], fds)
+        except (BrokenPipeError, ConnectionError, OSError):
+            return False
+        return True
+
+    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+        """None if the other end is gone."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._end, _ROOM, _FDS)
+        except (ConnectionError, OSError):
+            return None
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        return (json.loads(data), list(fds)) if data else None
+
+    def close(self) -> None:
+        self._end.close()
+
+    def shut(self) -> None:
+        """Wakes whoever waits at this end."""
+        try:
+            self._end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def peer(self) -> tuple[int, int]:
+        """The process and the user at the other end."""
+        pid, user, _ = struct.unpack("3i", self._end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return pid, user
+
+
+def pair() -> tuple[Wire, Wire]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Wire(ours), Wire(theirs)
+
+
+def address(root: str) -> str:
+    """Where the keeper of a root listens. It is no file, so nothing is left behind."""
+    return f"\0headway-keeper-{os.getuid()}-{hashlib.blake2b(root.encode(), digest_size=8).hexdigest()}"
+
+
+def listen(root: str) -> socket.socket | None:
+    """None if somebody else does."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        server.bind(address(root))
+    except OSError:
+        server.close()
+        return None
+    server.listen(64)
+    return server
+
+
+def connect(root: str) -> Wire | None:
+    """None if nobody listens."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        end.connect(address(root))
+    except OSError:
+        end.close()
+        return None
+    return Wire(end)
