@@ -10,16 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from headway.checkpoint import catalog
@@ -30,6 +23,7 @@ from headway.checkpoint.position import Resumable, rng_state, set_rng_state
 from headway.checkpoint.reader import BadCheckpoint, Reader, Source
 from headway.checkpoint.retention import Retention
 from headway.checkpoint.schedule import Schedule, schedule
+from headway.checkpoint.state import TrainingState
 from headway.checkpoint.writer import Save, SaveFailed, Writer
 from headway.errors import HeadwayError, InputError
 from headway.events.vocabulary import Activity, Told, clean_text
@@ -86,7 +80,7 @@ class Checkpointer:
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise InputError(f"{name} cannot be saved: it has no state_dict and load_state_dict.")
-        self._model, self._optimizer, self._parts = model, optimizer, parts
+        self._training = TrainingState(model, optimizer, parts)
         self.loader = _resumable(loader)
         """What to iterate: the loader itself, or around a plain one something that knows its position."""
         self._run, self._budget = run or current(), failures
@@ -102,7 +96,6 @@ class Checkpointer:
         self._schedule: Schedule = schedule(interval, self._ranks.highest, self._ranks.is_first)
         self.step = 0
         """Training goes on with this one."""
-        self._found: list[tuple[Arena, list[str]]] | None = None
         self._failed, self._failure = 0, ""
         self._told_mode = False
         self._closed = False
@@ -164,20 +157,11 @@ class Checkpointer:
             return None
 
     def _state(self, step: int) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if self._model is not None:
-            state["model"] = get_model_state_dict(self._model)
-        if self._optimizer is not None:
-            assert self._model is not None
-            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
-        for name, part in self._parts.items():
-            state[name] = _packed(part.state_dict())
-        state[_OWN] = ({"step": step, "world_size": self._ranks.size},)
-        state[self._own_key()] = (self._own_state(),)
-        return state
+        own = {"step": step, "world_size": self._ranks.size}
+        return self._training.capture() | {_OWN: (own,), self._own_key(): (self._own_state(),)}
 
-    def _own_key(self) -> str:
-        return f"{_OWN}.rank-{self._ranks.rank}"
+    def _own_key(self, rank: int | None = None) -> str:
+        return f"{_OWN}.rank-{self._ranks.rank if rank is None else rank}"
 
     def _own_state(self) -> dict[str, Any]:
         """What each rank has for itself."""
@@ -309,33 +293,22 @@ class Checkpointer:
     def _load(self, source: Source) -> None:
         reader = Reader(source=source)
         metadata = reader.read_metadata()
-        own = self._own_key()
-        state = self._state(0)
-        for key in [key for key in state if not _is_saved(key, metadata)]:
-            if key != own:
-                raise BadCheckpoint(f"it has no {key}")
-            del state[key]
+        state = self._training.template(metadata)
+        if missing := [key for key in state if not _is_saved(key, metadata)]:
+            raise BadCheckpoint(f"it has no {', '.join(missing)}")
+        known = _is_saved(self._own_key(), metadata)
+        own = self._own_key(None if known else 0)
+        state |= {_OWN: (), own: ()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")  # each rank reads for itself, and that is meant
             load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
-        self._apply(state, state[_OWN][0]["world_size"])
-
-    def _apply(self, state: dict[str, Any], world_size: int) -> None:
-        if self._model is not None and not _is_in_place(state["model"], self._model):
-            set_model_state_dict(self._model, state["model"])
-        if self._optimizer is not None:
-            assert self._model is not None
-            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
-        for name, part in self._parts.items():
-            part.load_state_dict(_unpacked(state[name]))
-        own = state.get(self._own_key())
-        if own is None or (self.loader is not None and own[0]["loader"] is None):
-            _say(f"rank {self._ranks.rank} was not part of the job when it saved: its data begins anew.")
-        if own is not None:
-            self._apply_own(own[0], world_size)
+        self._training.apply(state)
+        self._apply_own(state[own][0] if known else state[own][0] | {"rng": None}, state[_OWN][0]["world_size"])
 
     def _apply_own(self, own: Mapping[str, Any], world_size: int) -> None:
-        set_rng_state(own["rng"])
+        """What a rank has for itself. One that was not there when it was saved takes the position of the first."""
+        if own["rng"] is not None:
+            set_rng_state(own["rng"])
         if self.loader is None or own["loader"] is None:
             return
         if world_size != self._ranks.size and not isinstance(self.loader, Resumable):
@@ -386,21 +359,6 @@ def _resumable(loader: Any) -> Any:
     return Resumable(loader)
 
 
-def _packed(state: Any) -> Any:
-    """As it is where it has tensors; else one value, whatever its structure becomes."""
-    return state if _has_tensors(state) else (state,)
-
-
-def _unpacked(state: Any) -> Any:
-    return state[0] if isinstance(state, tuple) else state
-
-
-def _has_tensors(state: Any) -> bool:
-    if isinstance(state, Mapping):
-        return any(_has_tensors(value) for value in state.values())
-    return isinstance(state, torch.Tensor) or (isinstance(state, list) and any(map(_has_tensors, state)))
-
-
 def _is_saved(key: str, metadata: Metadata) -> bool:
     return any(name == key or name.startswith(f"{key}.") for name in metadata.state_dict_metadata)
 
@@ -412,19 +370,6 @@ def _is_image(arena: Arena) -> bool:
 
 def _is_complete(tag: str, world_size: int, everywhere: set[tuple[str, int, int, int]]) -> bool:
     return {rank for other, _, _, rank in everywhere if other == tag} == set(range(world_size))
-
-
-def _is_in_place(state: Mapping[str, Any], model: nn.Module) -> bool:
-    """Whether loading into this state was loading into the model."""
-    live: dict[str, Any] = get_model_state_dict(model)
-    return all(
-        isinstance(value, torch.Tensor) and _memory(value) == _memory(live[key]) for key, value in state.items()
-    )  # fmt: skip
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.data_ptr(), local.numel()
 
 
 def _say(text: str) -> None:

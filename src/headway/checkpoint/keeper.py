@@ -162,6 +162,9 @@ class Keeper:
             client.wire.send({"arena": asdict(shape), "pending": pending}, fd)
         client.wire.send({"arenas": len(self.arenas)})
 
+    def _do_busy(self, client: Client, message: dict[str, Any]) -> None:
+        client.wire.send({"busy": len(self.tasks)})
+
     def _do_save(self, client: Client, message: dict[str, Any]) -> None:
         task = message["task"]
         key = (task["tag"], task["rank"])

@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.checkpoint import wire
 from headway.checkpoint.arena import Arena, Shape
+from headway.checkpoint.guard import announce
 from headway.checkpoint.lease import Taken
 from headway.checkpoint.wire import Wire
 from headway.errors import PlatformError
@@ -43,6 +44,7 @@ class Link:
         self._leaving = False
         self._child: subprocess.Popen[bytes] | None = None
         self._wire = self._open()
+        announce(root, os.environ.get("HEADWAY_BOARD"))
         self._thread = threading.Thread(target=self._listen, name="headway-keeper-link", daemon=True)
         self._thread.start()
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import select
 import socket
 import struct
 from typing import Any
@@ -38,6 +39,12 @@ class Wire:
         for fd in fds:
             os.set_inheritable(fd, False)
         return (json.loads(data), list(fds)) if data else None
+
+    def is_up(self) -> bool:
+        """Whether the other end is still there."""
+        poller = select.poll()
+        poller.register(self._end, select.POLLRDHUP)
+        return not poller.poll(0)
 
     def close(self) -> None:
         self._end.close()

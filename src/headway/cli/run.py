@@ -93,6 +93,7 @@ def _preload(given: str) -> list[str]:
 def _supervise(words: Sequence[str], crew: Crew) -> int:
     """Reads the options, and runs the job to its end. Returns the exit code."""
     args = parse(words)
+    from headway.checkpoint.guard import Guard
     from headway.launch import elastic
     from headway.launch.agent import Agent
 
@@ -111,7 +112,8 @@ def _supervise(words: Sequence[str], crew: Crew) -> int:
                 elastic.worker_spec(config, command, handler), config, command, crew, journals.recorder,
                 journals.process, journals.places, judge.surgery(), say, scratch, args.hang_after,
             )  # fmt: skip
-            agent.run(config.role)
+            with Guard(scratch, say):
+                agent.run(config.role)
             journals.exit_code = agent.exit_code
             if agent.closes_rendezvous:
                 handler.shutdown()

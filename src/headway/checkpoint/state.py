@@ -1,0 +1,207 @@
+"""What is saved of a training job, under which names, and how it gets back into place.
+
+The names are those of `torch.distributed.checkpoint.state_dict`: a parameter is called the same in the model and in the
+optimizer, whatever wraps the model, and however many ranks there are. Torch's own functions find them anew each time,
+which takes longer than the copy of a small state; here they are found once, and compared with torch's. Where the two do
+not agree, torch's are used.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class TrainingState:
+    """A model, its optimizers, and other things with a `state_dict`."""
+
+    def __init__(self, model: nn.Module | None, optimizer: Any, parts: Mapping[str, Any]) -> None:
+        self.model, self.parts = model, dict(parts)
+        self.optimizers: list[Optimizer] = _listed(optimizer)
+        self._names = self._known_names()
+        """Of parameters, by identity; None: torch is asked each time."""
+        self._checked = False
+
+    # --- out ---
+
+    def capture(self) -> dict[str, Any]:
+        """The state by name, with the very tensors that training goes on to change."""
+        state: dict[str, Any] = {}
+        if self.model is not None:
+            state["model"] = self._model_state()
+        if self.optimizers:
+            state["optimizer"] = self._optimizer_state()
+        return state | {name: _packed(part.state_dict()) for name, part in self.parts.items()}
+
+    def _known_names(self) -> dict[int, str] | None:
+        if self.model is None:
+            return None
+        ours: dict[str, Any] = {_plain(name): value for name, value in self._prefixed(self.model.state_dict())}
+        theirs: dict[str, Any] = get_model_state_dict(self.model)
+        if ours.keys() != theirs.keys() or not all(_is_same(ours[name], theirs[name]) for name in ours):
+            return None
+        named = {id(value): _plain(name) for name, value in self._prefixed(dict(self.model.named_parameters()))}
+        known = all(id(parameter) in named for parameter in self._parameters())
+        return named if known and set(named.values()) <= ours.keys() else None
+
+    def _prefixed(self, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Names without the prefix of a wrapper around the whole model."""
+        prefix = "module." if isinstance(self.model, nn.parallel.DistributedDataParallel) else ""
+        for name, value in values.items():
+            yield name.removeprefix(prefix), value
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _model_state(self) -> dict[str, Any]:
+        assert self.model is not None
+        if self._names is None:
+            return get_model_state_dict(self.model)
+        return {_plain(name): value for name, value in self._prefixed(self.model.state_dict())}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        assert self.model is not None
+        names = self._names
+        if names is None or not any(optimizer.state for optimizer in self.optimizers):
+            return get_optimizer_state_dict(self.model, self.optimizers)
+        state: dict[str, Any] = {"state": {}, "param_groups": []}
+        for optimizer in self.optimizers:
+            state["state"] |= {names[id(parameter)]: values for parameter, values in optimizer.state.items()}
+            for group in optimizer.param_groups:
+                state["param_groups"].append(group | {"params": [names[id(each)] for each in group["params"]]})
+        if not self._checked:
+            self._checked = True
+            theirs = get_optimizer_state_dict(self.model, self.optimizers)
+            if not _is_alike(state, theirs):
+                self._names = None
+                return theirs
+        return state
+
+    # --- in ---
+
+    def template(self, metadata: Metadata) -> dict[str, Any]:
+        """The state to load into. Tensors that training has are loaded in place; an optimizer that has none yet gets
+        new ones, with nothing in them, so that they are written to once."""
+        state: dict[str, Any] = {}
+        if self.model is not None:
+            state["model"] = self._model_state()
+        if self.optimizers:
+            state["optimizer"] = self._new_optimizer_state(metadata) or self._optimizer_state()
+        return state | {name: _packed(part.state_dict()) for name, part in self.parts.items()}
+
+    def _new_optimizer_state(self, metadata: Metadata) -> dict[str, Any] | None:
+        if self._names is None or any(optimizer.state for optimizer in self.optimizers):
+            return None
+        parameters = {self._names[id(parameter)]: parameter for parameter in self._parameters()}
+        new: dict[str, Any] = {"state": {}, "param_groups": []}
+        for name, path in metadata.planner_data.items():
+            if path[:2] == ("optimizer", "state") and len(path) == 4:
+                made = _empty(metadata.state_dict_metadata[name], parameters.get(path[2]))
+                if made is None:
+                    return None
+                new["state"].setdefault(path[2], {})[path[3]] = made[0]
+            elif path[:2] == ("optimizer", "state"):
+                return None
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                new["param_groups"].append(group | {"params": [self._names[id(each)] for each in group["params"]]})
+        return new
+
+    def apply(self, state: Mapping[str, Any]) -> None:
+        """Puts what was loaded into place, as far as it is not there already."""
+        if self.model is not None:
+            live = self._model_state()
+            if not all(_is_same(value, live.get(name)) for name, value in state["model"].items()):
+                set_model_state_dict(self.model, dict(state["model"]))
+        if self.optimizers:
+            self._apply_optimizer(state["optimizer"])
+        for name, part in self.parts.items():
+            part.load_state_dict(_unpacked(state[name]))
+
+    def _apply_optimizer(self, state: Mapping[str, Any]) -> None:
+        assert self.model is not None
+        if self._names is None:
+            set_optimizer_state_dict(self.model, self.optimizers, dict(state))
+            return
+        groups = iter(state["param_groups"])
+        for optimizer in self.optimizers:
+            numbers = {name: number for number, name in enumerate(self._names_in(optimizer))}
+            saved = {numbers[name]: values for name, values in state["state"].items() if name in numbers}
+            its = [next(groups) for _ in optimizer.param_groups]
+            its = [group | {"params": [numbers[name] for name in group["params"]]} for group in its]
+            optimizer.load_state_dict({"state": saved, "param_groups": its})
+
+    def _names_in(self, optimizer: Optimizer) -> list[str]:
+        assert self._names is not None
+        return [self._names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _listed(optimizer: Any) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are the same memory."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return type(one) is type(other) and one.shape == other.shape and _memory(one) == _memory(other)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return (local.data_ptr(), local.numel()) if local.numel() else (0, 0)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_alike, one, other))
+    return _is_same(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def _empty(saved: Any, parameter: torch.Tensor | None) -> tuple[Any] | None:
+    """Room for a value of an optimizer's state; None if only the optimizer itself can make it."""
+    if not isinstance(saved, TensorStorageMetadata):
+        return (None,)
+    if not saved.size:
+        return (torch.empty((), dtype=saved.properties.dtype),)
+    if parameter is None or saved.size != parameter.shape:
+        return None
+    return (torch.empty_like(parameter, dtype=saved.properties.dtype, requires_grad=False),)
+
+
+def _packed(state: Any) -> Any:
+    """As it is where it has tensors; else one value, whatever its structure becomes."""
+    return state if _has_tensors(state) else (state,)
+
+
+def _unpacked(state: Any) -> Any:
+    return state[0] if isinstance(state, tuple) else state
+
+
+def _has_tensors(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return any(_has_tensors(value) for value in state.values())
+    return isinstance(state, torch.Tensor) or (isinstance(state, list) and any(map(_has_tensors, state)))
