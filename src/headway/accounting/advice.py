@@ -97,7 +97,7 @@ _REMEDIES = (
     ),
     _Remedy(
         "save checkpoints in the background",
-        "torch.distributed.checkpoint.async_save(state, async_stager=stager), one stager kept for all saves",
+        "ckpt = headway.Checkpointer(folder, model=model, optimizer=optimizer); ckpt.after(step) in the loop",
         (Bucket.WASTE_CHECKPOINT_BLOCKING, Bucket.SHUTDOWN_FINAL_CHECKPOINT),
     ),
     _Remedy(
@@ -117,12 +117,12 @@ _REMEDIES = (
     ),
     _Remedy(
         "skip data without reading it",
-        "torchdata.stateful_dataloader.StatefulDataLoader, with its state_dict in the checkpoint",
+        "headway.Checkpointer(folder, model=model, loader=loader), and iterate ckpt.loader",
         (Bucket.RECOVER_DATA_SKIP,),
     ),
     _Remedy(
-        "restore from a mapped file",
-        "torch.load(path, mmap=True); model.load_state_dict(state, assign=True)",
+        "restore from memory that outlives the trainer",
+        "headway.Checkpointer(folder, model=model, optimizer=optimizer).restore()",
         (Bucket.RECOVER_CHECKPOINT_RESTORE,),
     ),
     _Remedy(
@@ -158,7 +158,7 @@ _REMEDIES = (
     ),
     _Remedy(
         "keep the last steps",
-        "save a checkpoint after the last step, then run.checkpoint_saved()",
+        "save after the last step: headway.Checkpointer's ckpt.save(wait=True)",
         (Bucket.WASTE_UNSAVED_STEPS,),
     ),
     _Remedy(
@@ -245,7 +245,8 @@ def _checkpoint_interval(ledger: Ledger) -> Advice | None:
     if saved <= 0:
         return None
     now_s = loop_ns / 1e9 / saves
-    fix = f"save every {best_s:.0f} s instead of every {now_s:.0f} s ({cost_s:.1f} s a save, {failures} failures)"
+    fix = f"save every {best_s:.0f} s instead of every {now_s:.0f} s ({cost_s:.1f} s a save, {failures} failures): "
+    fix += 'headway.Checkpointer(folder, ..., interval="auto") keeps to it'
     key = (Bucket.WASTE_REPEATED_STEPS, Bucket.WASTE_CHECKPOINT_BLOCKING)
     return Advice("save at the interval that loses least", points_back(ledger, key, saved), saved / 1e9, fix, key[0])
 

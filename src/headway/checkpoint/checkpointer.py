@@ -93,6 +93,7 @@ class Checkpointer:
         )  # fmt: skip
         self._ranks = self._writer.ranks
         self._history = History(self._writer.storage, self._writer.former, first=self._ranks.is_first)
+        self._saves_itself, self._saved_step = interval is not None, 0
         self._schedule: Schedule = schedule(interval, self._ranks.highest, self._ranks.is_first)
         self.step = 0
         """Training goes on with this one."""
@@ -105,7 +106,10 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *problem: object) -> None:
+    def __exit__(self, problem: type[BaseException] | None, *more: object) -> None:
+        """Saves what was trained since the last save, unless something went wrong or saving is left to you."""
+        if problem is None and self._saves_itself and self.step > self._saved_step:
+            self._attempt(lambda: self.save(wait=True))
         self.close()
 
     # --- saving ---
@@ -146,6 +150,8 @@ class Checkpointer:
                 durable=durable, may_skip=may_skip,
             )  # fmt: skip
         self._say_mode()
+        if save is not None and durable:
+            self._saved_step = step
         return save
 
     def _attempt(self, do: Callable[[], Any]) -> Any:
@@ -227,7 +233,7 @@ class Checkpointer:
         self._history.restored(restored.tier if restored else None)
         self._schedule.failures(**self._history.failures())
         if restored is not None:
-            self.step = restored.step
+            self.step = self._saved_step = restored.step
             self._run.checkpoint_restored(restored.step, f"{self._writer.storage.url}/{restored.folder}")
             self._run.mark(Told.CHECKPOINT_RESTORED, **asdict(restored))
         return restored

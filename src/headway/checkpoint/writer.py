@@ -427,12 +427,11 @@ class Writer(StorageWriter, AsyncStager):
         """How saves are held, in the user's words."""
         assert self._arena is not None
         assert self._image is not None
-        size = f"{self._image.size / 1e9:.2f} GB a rank"
+        state, memory = _in_words(self._image.size), _in_words(self._arena.shape.total)
         if self.mode == "streaming":
-            held = "stream through {:.2f} GB of memory: saves block until they are written."
-        else:
-            held = f"are held in {{:.2f}} GB of memory, {'two copies' if self.mode == 'two-slot' else 'one copy'}."
-        return f"checkpoints ({size}) " + held.format(self._arena.shape.total / 1e9)
+            return f"checkpoints ({state} a rank) stream through {memory}: saves block until they are written."
+        copies = "two copies" if self.mode == "two-slot" else "one copy"
+        return f"checkpoints ({state} a rank) are held in memory, {copies}: {memory}."
 
     def begin_from(self, tag: str | None) -> None:
         """Training goes on from this save: it stays in memory until there is another one."""
@@ -524,6 +523,10 @@ class Writer(StorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _step_in(folder: str | None) -> int:
