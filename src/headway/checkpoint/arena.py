@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ _SEALED = struct.Struct(f"<{_RECORD.size}sI")
 _STEP = struct.Struct("<q")
 _RECORD_ROOM = 256
 _PREFAULT_STEP = 64 << 20
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_WRITE = 23
 _PRIO_PROCESS = 0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -133,24 +133,24 @@ class Arena:
 
     # --- pages ---
 
-    def prefault(self, slots: list[int] | None = None, write: bool = True) -> None:
-        """Has the kernel lay in the pages of these slots, in the background: the first copy is then as fast as any."""
-        wanted = range(self.shape.slots) if slots is None else slots
-        ranges = [(self.shape.slot_offset(slot), aligned(self.shape.image_bytes)) for slot in wanted]
-        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
-        self._prefault = threading.Thread(
-            target=self._populate, args=(ranges, advice), name="headway-prefault", daemon=True
-        )
+    def prefault(self, then: Callable[[int, int], None] = lambda address, size: None) -> None:
+        """Has the kernel lay in the pages of all slots, in the background: the first copy is then as fast as any. Calls
+        `then` with where they are, and how many bytes."""
+        self._prefault = threading.Thread(target=self._populate, args=(then,), name="headway-prefault", daemon=True)
         self._prefault.start()
 
-    def _populate(self, ranges: list[tuple[int, int]], advice: int) -> None:
+    def _populate(self, then: Callable[[int, int], None]) -> None:
         with suppress(OSError):
             os.setpriority(_PRIO_PROCESS, threading.get_native_id(), 10)
         anchor = ctypes.c_char.from_buffer(self.map)  # keeps the mapping from being closed under this thread
         base = ctypes.addressof(anchor)
-        for offset, length in _steps(ranges):
-            if self._leaving or _libc.madvise(ctypes.c_void_p(base + offset), ctypes.c_size_t(length), advice):
-                return  # an old kernel: each page comes when it is touched
+        for offset in range(0, self.shape.total, _PREFAULT_STEP):
+            length = min(_PREFAULT_STEP, self.shape.total - offset)
+            if self._leaving:
+                return
+            if _libc.madvise(ctypes.c_void_p(base + offset), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+                break  # an old kernel: each page comes when it is touched
+        then(base, self.shape.total)
 
     def wait_for_pages(self, timeout_s: float | None = None) -> None:
         if self._prefault is not None:
@@ -165,12 +165,6 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def _steps(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    for start, length in ranges:
-        for offset in range(start, start + length, _PREFAULT_STEP):
-            yield offset, min(_PREFAULT_STEP, start + length - offset)
 
 
 # --- how much there is --------------------------------------------------------------------------------------------

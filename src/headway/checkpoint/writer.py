@@ -268,7 +268,7 @@ class Writer(StorageWriter, AsyncStager):
         self._views = [self._view(slot, new=adopted is None) for slot in range(slots)]
         self.link.hold(self._arena)
         if adopted is None:
-            self._arena.prefault()
+            self._arena.prefault(_pin)
         self._has_others = True
         if old is not None:
             old.close()
@@ -541,6 +541,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(part)
+
+
+def _pin(address: int, size: int) -> None:
+    """Lets a GPU copy to this memory by itself, as long as the process lives: an arena does as long as its plan."""
+    if torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
 
 
 def _is_like(one: Shape, other: Shape) -> bool:
