@@ -40,11 +40,23 @@ def python_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.S)
 
 
+TRAINING = """
+import headway, torch
+run, model, loader = headway.current(), torch.nn.Linear(4, 4), [torch.ones(2, 4)] * 50
+optimizer = torch.optim.AdamW(model.parameters())
+def train_step(batch):
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
 def test_the_code_in_the_readme_runs(home: Path) -> None:
-    (block,) = python_blocks((ROOT / "README.md").read_text())
+    saving, saying = python_blocks((ROOT / "README.md").read_text())
     given = "build = dict\nloader = range(50)\ntrain_step = lambda model, batch: None\n"
-    subprocess.run([sys.executable, "-c", given + block], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", given + saying], check=True, timeout=60)
     assert list(home.rglob("*.hwj"))
+    subprocess.run([sys.executable, "-c", TRAINING + saving], check=True, timeout=60, cwd=home)
+    assert (home / "checkpoints").is_dir()
 
 
 def test_the_code_in_the_reference_runs(home: Path, tmp_path: Path) -> None:

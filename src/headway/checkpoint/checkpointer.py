@@ -81,9 +81,9 @@ class Checkpointer:
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise InputError(f"{name} cannot be saved: it has no state_dict and load_state_dict.")
         self._training = TrainingState(model, optimizer, parts)
-        self.loader = _resumable(loader)
-        """What to iterate: the loader itself, or around a plain one something that knows its position."""
         self._run, self._budget = run or current(), failures
+        self.loader = _resumable(loader, lambda: self._run.span(Activity.DATA_SKIP))
+        """What to iterate: the loader itself, or around a plain one something that knows its position."""
         retention = keep if isinstance(keep, Retention) else Retention(keep_last=keep)
         self._events: list[tuple[str, Save | None, dict[str, Any]]] = []
         self._lock = threading.Lock()
@@ -99,9 +99,11 @@ class Checkpointer:
         """Training goes on with this one."""
         self._failed, self._failure = 0, ""
         self._told_mode = False
-        self._closed = False
+        self._closed = self._is_prepared = False
         self._run.on_stop(self._stop)
         self._run.leaving.insert(0, self._leave)
+        if self._writer.problem and self._ranks.is_first:
+            self._count_failure(self._writer.problem)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -118,7 +120,7 @@ class Checkpointer:
         """Call after every step, on all ranks. Saves when it pays, and raises only when saving has failed too often."""
         self.step = step + 1
         self._take_events()
-        if self._writer.reached(step):
+        if self._writer.reached(step) and not self._is_prepared:
             self.prepare()
         due = self._schedule.after(step, time.monotonic())
         if due is not None:
@@ -140,6 +142,7 @@ class Checkpointer:
 
     def prepare(self) -> None:
         """Makes the plan and has the memory laid in, in the background. The first `after` does it by itself."""
+        self._is_prepared = True
         self._attempt(lambda: self._writer.prepare(lambda: self._state(self.step)))
         self._say_mode()
 
@@ -359,10 +362,10 @@ class Checkpointer:
             self.close()
 
 
-def _resumable(loader: Any) -> Any:
+def _resumable(loader: Any, skipping: Callable[[], Any]) -> Any:
     if loader is None or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         return loader
-    return Resumable(loader)
+    return Resumable(loader, skipping)
 
 
 def _is_saved(key: str, metadata: Metadata) -> bool:

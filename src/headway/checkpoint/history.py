@@ -20,7 +20,9 @@ class History:
         self._began = time.time()
         self._seen = {"process": 0, "node": 0, "over_s": 0.0}
         if first:
-            with suppress(OSError, ValueError, TypeError):  # none yet, or unreadable: it is an estimate's prior
+            with suppress(
+                OSError, ValueError, TypeError, KeyError
+            ):  # none yet, or unreadable: it is an estimate's prior
                 told = json.loads(storage.read(HISTORY))
                 self._seen = {
                     "process": int(told["process"]),

@@ -130,7 +130,9 @@ class Keeper:
     def _do_hello(self, client: Client, message: dict[str, Any]) -> None:
         others = {other.session for other in self.clients.values() if other.session} - {message["session"]}
         if message["session"] and others:
-            client.wire.send({"refused": f"another run ({others.pop()}) writes checkpoints to {self.root}"})
+            owner = (self.lease or {}).get("owner", {})
+            whose = f"job {owner['job']} (process {owner['pid']})" if owner else f"another run ({others.pop()})"
+            client.wire.send({"refused": f"{whose} writes checkpoints to {self.root}"})
             return
         client.session, client.rank, self.linger_s = message["session"], message["rank"], LINGER_S
         if message.get("lease"):

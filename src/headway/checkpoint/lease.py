@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,13 +31,15 @@ class Owner:
     job: str
     node: str
     boot: str
-    """Differs after a reboot: process numbers begin anew then."""
+    """Differs after a reboot, and in another container: process numbers mean something else there."""
     pid: int
     started: int
     """When the process began, in kernel ticks: numbers of processes are used again."""
     began_ns: int = 0
     seen_ns: int = 0
     """When it was last heard of, by its own wall clock."""
+    left: bool = False
+    """It said goodbye. Its name stays, so that whoever it took over from does not go on behind its back."""
 
     @staticmethod
     def this(session: str, job: str, node: str) -> "Owner":
@@ -61,7 +63,7 @@ def claim(storage: "Storage", owner: Owner, now_ns: Callable[[], int] = time.tim
     """Makes this run the one that writes here. Raises `Taken` if another one does. Returns the one before it, if that
     ended without a goodbye."""
     other = holder(storage)
-    if other is not None and not _may_follow(owner, other, now_ns()):
+    if other is not None and not other.left and not _may_follow(owner, other, now_ns()):
         age_s = (now_ns() - other.seen_ns) / 1e9
         raise Taken(
             f"job {other.job} on {other.node} (process {other.pid}) writes checkpoints to {storage.url}, and was heard "
@@ -71,7 +73,7 @@ def claim(storage: "Storage", owner: Owner, now_ns: Callable[[], int] = time.tim
     refresh(storage, owner, now_ns)
     if (winner := holder(storage)) is not None and winner.session != owner.session:  # both came at the same instant
         raise Taken(f"job {winner.job} on {winner.node} begins to write checkpoints to {storage.url} at this moment.")
-    return other
+    return other if other is not None and not other.left else None
 
 
 def _may_follow(owner: Owner, other: Owner, now_ns: int) -> bool:
@@ -94,21 +96,24 @@ def refresh(storage: "Storage", owner: Owner, now_ns: Callable[[], int] = time.t
 def holds(storage: "Storage", session: str) -> bool:
     """Whether nobody has taken over from this run."""
     found = holder(storage)
-    return found is None or found.session == session
+    return found is None or (found.session == session and not found.left)
 
 
 def release(storage: "Storage", session: str) -> None:
+    """Lets others in at once."""
     found = holder(storage)
     if found is not None and found.session == session:
-        storage.remove(OWNER)
+        refresh(storage, replace(found, left=True))
 
 
 def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _started(pid: int) -> int | None:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    return int(fields[19]) if fields[0] not in "ZX" else None  # it has ended, and its parent has not looked yet

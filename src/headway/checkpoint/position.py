@@ -85,7 +85,7 @@ class Resumable:
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             order = _Rest(getattr(loader, name), self._batches)
             rest = copy(loader)
-            vars(rest).update({name: order, "persistent_workers": False, "_iterator": None})
+            vars(rest).update({name: order, "persistent_workers": False})  # its own guard is against changes in use
             batches: Iterator[Any] = iter(rest)
             order.skip()
             return batches

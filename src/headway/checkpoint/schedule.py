@@ -74,7 +74,8 @@ class Timed(Schedule):
         self._saved_at: tuple[int, float] | None = None
         self._before: float | None = None
         self._plain: list[float] = []
-        self._upload_began: float | None = None
+        self._uploads: list[float] = []
+        """When those under way began, the oldest first."""
         self._inflation_s = 0.0
         self._since_durable = 0
         self._change: dict[str, Any] | None = None
@@ -96,7 +97,7 @@ class Timed(Schedule):
         """Steps beside an upload are slower: by how much belongs to the cost of the save."""
         if self._before is not None:
             took = now - self._before
-            if self._upload_began is None:
+            if not self._uploads:
                 self._plain = [*self._plain[1 - _RECENT :], took]
                 self._tuner.observe_step(took)
             elif self._plain:
@@ -136,12 +137,12 @@ class Timed(Schedule):
         self._tuner.observe_save(blocked_s)
         self._since_durable = 0 if durable else self._since_durable + 1
         if durable:
-            self._upload_began, self._inflation_s = now, 0.0
+            self._uploads.append(now)
 
     def uploaded(self, now: float) -> None:
-        if self._upload_began is not None:
-            self._tuner.observe_upload(now - self._upload_began, self._inflation_s)
-            self._upload_began = None
+        if self._uploads:
+            self._tuner.observe_upload(now - self._uploads.pop(0), self._inflation_s)
+            self._inflation_s = 0.0
 
     def failures(self, process: float, node: float, over_s: float) -> None:
         self._failures = {"process": process, "node": node, "over_s": over_s}

@@ -30,6 +30,7 @@ from headway.checkpoint.layout import (
     marker_name,
     read_marker,
     shard_name,
+    tag_of,
 )
 from headway.checkpoint.retention import Retention
 from headway.checkpoint.storage import Storage, open_storage
@@ -57,9 +58,9 @@ class Uploader:
         self._tasks: queue.SimpleQueue[tuple[dict[str, Any], Arena]] = queue.SimpleQueue()
         self._gone: set[int] = set()
         self._lease: dict[str, Any] | None = None
-        self._lost: set[str] = set()
-        """Sessions that another one has taken the root from."""
-        self._lock = threading.Lock()
+        self._active: list[str] = []
+        self._newest = ""
+        self._lock, self._tidying = threading.Lock(), threading.Lock()
 
     def run(self) -> None:
         for _ in range(THREADS):
@@ -84,12 +85,11 @@ class Uploader:
                     storage, owner = open_storage(told["root"]), lease.Owner(**told["owner"])
                     if lease.holds(storage, owner.session):
                         lease.refresh(storage, owner)
-                    else:
-                        self._lost.add(owner.session)
 
     def _work(self) -> None:
         while True:
             task, arena = self._tasks.get()
+            self._active.append(task["tag"])
             try:
                 self._do(task, arena)
             except Exception as error:  # reported to the trainer, which decides what a failed save means
@@ -97,6 +97,7 @@ class Uploader:
                 _excuse(task, text)
                 self._tell(task, "failed", error=text, errno=getattr(error, "errno", None))
             finally:
+                self._active.remove(task["tag"])
                 arena.close()
 
     def _tell(self, task: dict[str, Any], event: str, **more: Any) -> None:
@@ -121,7 +122,8 @@ class Uploader:
             manifest = self._commit(storage, task, arena.metadata(task["tag"]))
             seconds, cpu_s = time.monotonic() - began, time.thread_time() - cpu
             self._tell(task, "committed", seconds=seconds, cpu_s=cpu_s, bytes=manifest.size)
-            _tidy(storage, task)
+            with self._tidying:
+                self._tidy(storage, task)
         self._tell(task, "done")
 
     def _stream(self, task: dict[str, Any], arena: Arena) -> Iterator[memoryview]:
@@ -154,11 +156,31 @@ class Uploader:
             tag=task["tag"], step=task["step"], world_size=task["world_size"], saved_ns=task["saved_ns"],
             job=task["job"], metric=task["metric"], files=files, metadata=seal,
         )  # fmt: skip
-        if task["session"] in self._lost or not lease.holds(storage, task["session"]):
+        if task["unclaimed"]:
+            lease.claim(storage, lease.Owner(**task["unclaimed"]))
+        elif not any(lease.holds(storage, session) for session in self._sessions(task)):
             raise Broken(f"another job has begun to write to {storage.url}: this one must not any more")
+        if any((tag_of(name) or "") > task["tag"] for name in storage.names(task["folder"])):
+            raise Broken("a later save of the same step is there already")
         storage.write(_join(task["folder"], manifest_name(task["tag"])), manifest.to_json().encode())
         storage.write(_join(task["folder"], METADATA), metadata)
         return manifest
+
+    def _sessions(self, task: dict[str, Any]) -> list[str]:
+        """Who may commit: the run that saved, and the one that came after it on this node when it had died."""
+        return [task["session"], *([self._lease["owner"]["session"]] if self._lease else [])]
+
+    def _tidy(self, storage: Storage, task: dict[str, Any]) -> None:
+        """What comes after the commit, and may fail without harm: the next one does it again."""
+        with suppress(Exception):
+            for rank in range(task["world_size"]):
+                storage.remove(_join(task["folder"], marker_name(task["tag"], rank)))
+            if task["folder"] and task["tag"] > self._newest:
+                self._newest = task["tag"]
+                catalog.set_latest(storage, task["folder"])
+            # An earlier save that is still under way would be taken for the remains of one that failed.
+            if task["retention"] is not None and min(self._active) >= task["tag"]:
+                catalog.prune(storage, Retention(**task["retention"]))
 
     def _await_markers(self, storage: Storage, task: dict[str, Any]) -> dict[str, Shard]:
         until, patience_s, found = time.monotonic() + task["deadline_s"], 0.005, dict[int, dict[str, Shard]]()
@@ -205,17 +227,6 @@ def _heard(rank: int, text: bytes) -> dict[str, Shard]:
 
 def _still_holds(arena: Arena, task: dict[str, Any]) -> bool:
     return any(held.tag == task["tag"] and held.slot == task["slot"] for held in arena.held())
-
-
-def _tidy(storage: Storage, task: dict[str, Any]) -> None:
-    """What comes after the commit, and may fail without harm: the next one does it again."""
-    with suppress(Exception):
-        for rank in range(task["world_size"]):
-            storage.remove(_join(task["folder"], marker_name(task["tag"], rank)))
-        if task["folder"]:
-            catalog.set_latest(storage, task["folder"])
-        if task["retention"] is not None:
-            catalog.prune(storage, Retention(**task["retention"]))
 
 
 def _join(folder: str, name: str) -> str:

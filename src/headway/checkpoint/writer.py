@@ -4,12 +4,14 @@ It copies the state into an arena, where it already has the form of the file, an
 uploaded. The plan is torch's own planner's, made once, and again when shapes, placements or the number of ranks change.
 """
 
+import errno
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future as ConcurrentFuture
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +28,7 @@ from headway.checkpoint import catalog, image
 from headway.checkpoint.arena import Arena, Shape, aligned, free_memory, slots_that_fit
 from headway.checkpoint.image import Image, Piece
 from headway.checkpoint.layout import generation_of
-from headway.checkpoint.lease import Owner, claim, release
+from headway.checkpoint.lease import Owner, Taken, claim, release
 from headway.checkpoint.link import Link
 from headway.checkpoint.ranks import Elsewhere, Ranks
 from headway.checkpoint.retention import Retention
@@ -40,6 +42,9 @@ DEADLINE_S = 900.0
 """How long the coordinator waits for the shards of other ranks."""
 
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+_NEVER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT}
+"""Errors that no waiting heals."""
 
 _REUSED = (bool, int, float, str, bytes, type(None))
 
@@ -132,12 +137,35 @@ class Writer(StorageWriter, AsyncStager):
         owner = Owner.this(session, job, self._node)
         lease = {"root": self.storage.url, "owner": asdict(owner)} if self.ranks.is_first else None
         self.link = Link(self.storage.url, session, self.ranks.rank, lease, self._take)
-        self.former = self.ranks.of_first(lambda: claim(self.storage, owner))
-        """Who wrote here before, and did not say goodbye."""
+        self._unclaimed: dict[str, Any] | None = None
+        try:
+            self.former, self.problem = self.ranks.of_first(lambda: self._claim(owner))
+        except BaseException:
+            self.link.close()
+            raise
+        """Who wrote here before, and did not say goodbye; and why nothing can be written now."""
+        held = [generation_of(tag) for _, tags in self._held_here() for tag in tags]
+        self.generation = max([self.generation, *held])
 
     def _begin(self) -> tuple[str, int]:
         known = [generation_of(found.tag) for found in catalog.checkpoints(self.storage) if found.tag]
         return f"{os.urandom(6).hex()}", max(known, default=0)
+
+    def _claim(self, owner: Owner) -> tuple[Owner | None, str]:
+        """Makes this run the one that writes here: now, or with its first checkpoint if the place is full."""
+        try:
+            return claim(self.storage, owner), ""
+        except OSError as error:
+            if error.errno in _NEVER:
+                self.link.close()
+                raise InputError(
+                    f"checkpoints cannot be written to {self.storage.url} ({error}). Choose another place."
+                ) from error
+            self._unclaimed = asdict(owner)
+            return None, f"{type(error).__name__}: {error}"
+        except Taken:
+            self.link.close()
+            raise
 
     # --- saving ---
 
@@ -227,7 +255,8 @@ class Writer(StorageWriter, AsyncStager):
             "tag": tag, "rank": self.ranks.rank, "plan": self._arena.shape.plan, "root": self.storage.url,
             "local": self.local, "folder": folder, "step": step, "metric": metric, "saved_ns": time.time_ns(),
             "world_size": self.ranks.size, "coordinator": self.ranks.is_first, "job": self._job,
-            "session": self.session, "retention": asdict(self._retention) if self._retention else None,
+            "session": self.session, "unclaimed": self._unclaimed,
+            "retention": asdict(self._retention) if self._retention else None,
             "deadline_s": DEADLINE_S, "image_bytes": self._image.size, "streams": self.mode == "streaming", "slot": 0,
         }  # fmt: skip
 
@@ -246,7 +275,14 @@ class Writer(StorageWriter, AsyncStager):
         drawn = image.draw(mine, planner)
         parts = self.ranks.all(image.results(drawn, self.ranks.rank, placeholder))
         metadata = self.ranks.of_first(lambda: image.metadata_template(known[0], parts))
-        self._lay_out(drawn, metadata, placeholder)
+        error = None
+        try:
+            self._lay_out(drawn, metadata, placeholder)
+        except Exception as problem:  # raised below, on all ranks: one that has no memory cannot save alone
+            error = problem
+        if self.ranks.highest(int(error is not None))[0]:
+            self._image, self._signature, self._arena = None, [], None
+            raise error or Elsewhere("another rank has no memory for its part of the checkpoint; it says why")
 
     def _lay_out(self, drawn: Image, metadata: bytes, placeholder: str) -> None:
         plan = image.plan_name(metadata, placeholder, self.ranks.size)
@@ -290,11 +326,15 @@ class Writer(StorageWriter, AsyncStager):
         return -self.ranks.highest(-wanted)[0]
 
     def _held_bytes(self) -> int:
-        found = [arena for arena, _ in self.link.arenas()]
-        held = sum(arena.shape.total for arena in found if arena.shape.rank == self.ranks.rank)
-        for arena in found:
+        return sum(shape.total for shape, _ in self._held_here() if shape.rank == self.ranks.rank)
+
+    def _held_here(self) -> list[tuple[Shape, list[str]]]:
+        """What the node's memory holds: the tags of saves in each arena."""
+        arenas = [arena for arena, _ in self.link.arenas()]
+        found = [(arena.shape, [held.tag for held in arena.held()]) for arena in arenas]
+        for arena in arenas:
             arena.close()
-        return held
+        return found
 
     def _adopted(self, shape: Shape) -> Arena | None:
         """The memory that an earlier process of this rank has left, if its plan was the same."""
@@ -416,6 +456,8 @@ class Writer(StorageWriter, AsyncStager):
             save.ended.set()
             if kind != "committed":  # the coordinator tidies up after it
                 self._saves.pop(event["tag"], None)
+            else:
+                self._unclaimed = None
 
     def reached(self, step: int) -> bool:
         """Notes how far training has come, for whoever restores. True if there is no plan yet to note it in."""
@@ -445,7 +487,8 @@ class Writer(StorageWriter, AsyncStager):
         """Waits for the uploads, and gives the memory back."""
         self.wait(DEADLINE_S)
         if self.ranks.is_first:
-            release(self.storage, self.session)
+            with suppress(OSError):  # the others see that this process is gone, or wait a little
+                release(self.storage, self.session)
         self.link.close()
         self._views = []
         if self._arena is not None:
@@ -580,8 +623,7 @@ def _segments(
             yield piece.offset, len(data), data
         elif piece.shape.numel():
             source = planner.lookup_object(piece.index).detach()  # type: ignore[attr-defined]
-            flat = source.contiguous().reshape(-1).view(torch.uint8)
-            yield piece.data, len(flat), flat
+            yield piece.data, source.nbytes, source
 
 
 def _fill(room: memoryview, start: int, segments: list[tuple[int, int, bytes | torch.Tensor]]) -> None:
@@ -590,11 +632,15 @@ def _fill(room: memoryview, start: int, segments: list[tuple[int, int, bytes | t
     for offset, length, source in segments:
         first, last = max(offset, start), min(offset + length, end)
         if first < last:
-            part = source[first - offset : last - offset]
-            if isinstance(part, torch.Tensor):
-                target[first - start : last - start].copy_(part)
+            if isinstance(source, torch.Tensor):
+                target[first - start : last - start].copy_(_bytes_of(source)[first - offset : last - offset])
             else:
-                room[first - start : last - start] = part
+                room[first - start : last - start] = source[first - offset : last - offset]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy only if they are not in order already: it must not outlive the part it is made for."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _without_values(value: Any) -> Any:
