@@ -48,6 +48,8 @@ $(TEST_READY): $(READY)
 	$(BIN)/python -m pip install -q --no-deps torchtitan==0.3.0
 	@touch $@
 
+# dlrover comes alone: its pynvml would make every import of torch longer, and warn.
 $(BENCH_READY): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install -q --no-deps dlrover==0.6.1
 	@touch $@

@@ -11,6 +11,7 @@ Typical use::
 import errno
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,12 +93,17 @@ def _look(storage: Storage, name: str, pinned: bool) -> Checkpoint | None:
                 return _committed(name, fitting, pinned)
             if storage.names(name) != files:  # a save, or a pruning, is under way
                 return _look(storage, name, pinned)
-            state = "damaged" if manifests else "foreign"
+            state = "damaged" if manifests or _is_ours(storage, name, tags) else "foreign"
         except FileNotFoundError:  # someone deletes it just now, and began with the commit marker
             pass
     elif not tags and step_of(name) is None:
         return None
     return Checkpoint(name=name, tag=max(tags, default=""), step=step_of(name), state=state, pinned=pinned)
+
+
+def _is_ours(storage: Storage, name: str, tags: list[str]) -> bool:
+    """Whether `.metadata` is that of a save which should have a manifest."""
+    return bool(tags) and any(tag.encode() in storage.read(f"{name}/{METADATA}") for tag in tags)
 
 
 def _fitting_manifest(storage: Storage, name: str, tags: list[str]) -> Manifest | None:
@@ -160,7 +166,7 @@ def verify(storage: Storage, checkpoint: Checkpoint, progress: Progress | None =
 _WITHOUT_MANIFEST = {
     "partial": "was never committed: there is no .metadata",
     "foreign": "cannot be verified: no manifest came with it (a plain dcp.save?)",
-    "damaged": ".metadata fits none of the manifests: one of them is damaged",
+    "damaged": ".metadata fits none of the manifests: one of them is damaged, or the manifest is missing",
 }
 
 
@@ -175,6 +181,15 @@ def _problem(storage: Storage, name: str, shard: Shard, progress: Progress | Non
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     return None
+
+
+def once_committed(storage: Storage) -> list[Checkpoint]:
+    """Those that are committed or were, the oldest first: `latest` names none that was not."""
+    latest = ""
+    with suppress(FileNotFoundError):
+        latest = storage.read(LATEST).decode(errors="replace")
+    found = checkpoints(storage)
+    return [each for each in found if each.state in ("committed", "damaged") or each.name == latest]
 
 
 # --- what becomes of them --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -98,7 +99,7 @@ class Checkpointer:
         self.step = 0
         """Training goes on with this one."""
         self._failed, self._failure = 0, ""
-        self._told_mode = False
+        self._told_mode = self._told_uncopied = False
         self._closed = self._is_prepared = False
         self._run.on_stop(self._stop)
         self._run.leaving.insert(0, self._leave)
@@ -197,6 +198,10 @@ class Checkpointer:
                 self._count_failure(told.get("error", ""))
             elif event == "done":
                 self._failed = 0
+            elif event == "uncopied" and not self._told_uncopied:
+                self._told_uncopied = True
+                self._run.mark("note", text=clean_text(f"no local copy: {told['error']}"))
+                _say(f"there is no local copy of the checkpoint ({told['error']}). It is saved all the same.")
             if event in ("done", "failed") and save is not None:
                 self._schedule.uploaded(time.monotonic())
         if (change := self._schedule.take_change()) is not None:
@@ -263,18 +268,19 @@ class Checkpointer:
         return candidates[min(self._run.skip_checkpoints, max(len(candidates) - 1, 0)) :]
 
     def _stored(self) -> list[tuple[str, int, str]]:
-        found = catalog.checkpoints(self._writer.storage)
-        return [(each.tag, each.step or 0, each.name) for each in found if each.state == "committed"]
+        found = catalog.once_committed(self._writer.storage)
+        # One that is damaged turns out to be bad when it is read: it is reported then, and never silently trained over.
+        return [(each.tag, each.step or 0, each.name) for each in found]
 
     def _restore_first(self, candidates: Sequence[Candidate], arenas: Sequence[Arena], began: float) -> Restored | None:
         problems = []
         for candidate in candidates:
-            source = self._source(candidate, arenas)
-            problem = ""
+            source, problem = Source(tag=candidate.tag), ""
             try:
+                source = self._source(candidate, arenas)
                 self._load(source)
-            except Exception as error:  # reported below, on all ranks, and the one before it is taken
-                problem = f"{type(error).__name__}: {error}"
+            except (Exception, CheckpointException) as error:  # reported below, and the one before it is taken
+                problem = _problem(error)
             if not any(everyones := self._ranks.all(problem)):
                 return self._restored(candidate, source, arenas, time.perf_counter() - began)
             problem = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyones) if text)
@@ -296,7 +302,10 @@ class Checkpointer:
         source = Source(tag=candidate.tag, arenas=usable, local=self._writer.local, folder=candidate.folder)
         if candidate.stored:
             source = replace(source, storage=self._writer.storage)
-            source.manifest = catalog.find(self._writer.storage, candidate.folder).manifest
+            found = catalog.find(self._writer.storage, candidate.folder)
+            source.manifest = found.manifest
+            if found.manifest is None and not candidate.in_memory:
+                raise BadCheckpoint(catalog.verify(self._writer.storage, found)[0])
         return source
 
     def _load(self, source: Source) -> None:
@@ -366,6 +375,13 @@ def _resumable(loader: Any, skipping: Callable[[], Any]) -> Any:
     if loader is None or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         return loader
     return Resumable(loader, skipping)
+
+
+def _problem(error: BaseException) -> str:
+    """What went wrong: torch wraps it into one that has a trace for its text, and is no `Exception`."""
+    if isinstance(error, CheckpointException):
+        error = next((cause for cause, _ in error.failures.values()), error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_saved(key: str, metadata: Metadata) -> bool:

@@ -102,7 +102,7 @@ class Keeper:
         self.clients[client.pidfd] = client
         self.selector.register(wire, selectors.EVENT_READ, lambda: self._hear(client))
         # Data workers that were forked from a trainer hold its connection: its death must show all the same.
-        self.selector.register(client.pidfd, selectors.EVENT_READ, lambda: self._lost(client))
+        self.selector.register(client.pidfd, selectors.EVENT_READ, lambda: self._ended(client))
 
     def _hear(self, client: Client) -> None:
         if client.pidfd not in self.clients:
@@ -113,6 +113,12 @@ class Keeper:
             return
         message, fds = received
         getattr(self, f"_do_{message['do']}")(client, message, *fds)
+
+    def _ended(self, client: Client) -> None:
+        """A trainer has died: what it handed over before counts."""
+        while client.pidfd in self.clients and client.wire.has_message():
+            self._hear(client)
+        self._lost(client)
 
     def _lost(self, client: Client) -> None:
         if self.clients.pop(client.pidfd, None) is None:  # both its ends were seen at once

@@ -85,7 +85,7 @@ class Resumable:
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             order = _Rest(getattr(loader, name), self._batches)
             rest = copy(loader)
-            vars(rest).update({name: order, "persistent_workers": False})  # its own guard is against changes in use
+            vars(rest).update({name: order, "persistent_workers": False})  # as attributes they may not be set
             batches: Iterator[Any] = iter(rest)
             order.skip()
             return batches
@@ -98,6 +98,7 @@ class Resumable:
     # --- state ---
 
     def state_dict(self) -> State:
+        """The position of this rank, in plain values and tensors."""
         return {
             "epoch": self._epoch,
             "batches": self._batches,
@@ -236,8 +237,9 @@ def _host_rng_state() -> State:
     """As plain values and tensors: they can be loaded with `weights_only`."""
     state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        name, key, *rest = numpy.random.get_state()
-        state["numpy"] = (name, key.tolist(), *rest)
+        told = numpy.random.get_state(legacy=False)
+        numbers = {name: each.tolist() if hasattr(each, "tolist") else each for name, each in told["state"].items()}
+        state["numpy"] = {**told, "state": numbers}
     return state
 
 
@@ -248,7 +250,7 @@ def _set_host_rng_state(state: Mapping[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        numpy.random.set_state(tuple(state["numpy"]))
+        numpy.random.set_state(state["numpy"])
 
 
 def _accelerator() -> tuple[str, Any]:

@@ -89,6 +89,8 @@ class Source:
         try:
             if self.storage.is_local:
                 return _mapped(Path(self.storage.url) / where, shard, name)
+            if self.local is not None:
+                Path(self.local).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.local) as folder:
                 self.storage.fetch(where, Path(folder) / "shard")
                 return _mapped(Path(folder) / "shard", shard, name)

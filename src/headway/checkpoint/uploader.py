@@ -38,6 +38,7 @@ from headway.checkpoint.wire import Wire
 
 CHUNK = 16 << 20
 THREADS = 4
+LOCAL_COPIES = 3
 STALLED_S = 60.0
 """How long a trainer may take for the next part of a stream."""
 
@@ -112,8 +113,7 @@ class Uploader:
         chunks = self._stream(task, arena) if task["streams"] else _chunks(arena.image(task["slot"]))
         storage, kept = open_storage(task["root"]), task.get("local")
         if kept:
-            _store(open_storage(kept), task, chunks, size, metadata=arena.metadata(task["tag"]))
-            chunks = _chunks_of_file(Path(kept) / task["folder"] / shard_name(task["rank"], task["tag"]))
+            chunks = self._copied(kept, task, arena, chunks)
         digest = _store(storage, task, chunks, size)
         if not task["streams"] and not _still_holds(arena, task):
             raise Broken("its memory was given to another save before it was uploaded")
@@ -125,6 +125,22 @@ class Uploader:
             with self._tidying:
                 self._tidy(storage, task)
         self._tell(task, "done")
+
+    def _copied(
+        self, kept: str, task: dict[str, Any], arena: Arena, chunks: Iterator[memoryview]
+    ) -> Iterator[memoryview]:
+        """Puts a copy onto the local disk. Returns what to upload: the copy, since what streams comes only once."""
+        place = open_storage(kept)
+        with suppress(OSError):  # another rank tidies up, too
+            _make_room(place, task["tag"])
+        try:
+            _store(place, task, chunks, task["image_bytes"], metadata=arena.metadata(task["tag"]))
+        except OSError as error:  # told, and not fatal: only a restore takes longer
+            if task["streams"]:
+                raise
+            self._tell(task, "uncopied", error=f"{type(error).__name__}: {error}")
+            return _chunks(arena.image(task["slot"]))
+        return _chunks_of_file(Path(kept) / task["folder"] / shard_name(task["rank"], task["tag"]))
 
     def _stream(self, task: dict[str, Any], arena: Arena) -> Iterator[memoryview]:
         """The parts of an image as the trainer makes them. Each slot is free for another one afterwards."""
@@ -209,6 +225,13 @@ def _store(
     shards = {name: Shard(bytes=size, xxh3=digest, rank=task["rank"])}
     storage.write(_join(folder, marker_name(task["tag"], task["rank"])), marker(shards).encode())
     return digest
+
+
+def _make_room(place: Storage, tag: str) -> None:
+    """Of the local copies leaves the last few: another rank may still upload the one before the last."""
+    older = [each for each in catalog.checkpoints(place) if "" < each.tag < tag]
+    for each in older[: 1 - LOCAL_COPIES]:
+        place.remove_folder(each.name)
 
 
 def _excuse(task: dict[str, Any], why: str) -> None:

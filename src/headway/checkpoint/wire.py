@@ -31,9 +31,12 @@ class Wire:
         return True
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """None if the other end is gone."""
+        """None if the other end is gone, and what it sent before was received."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._end, _ROOM, _FDS)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._end, _ROOM, _FDS)
+            except ConnectionResetError:  # it left something unread: the kernel says so once, before what it sent
+                data, fds, _, _ = socket.recv_fds(self._end, _ROOM, _FDS)
         except (ConnectionError, OSError):
             return None
         for fd in fds:
@@ -45,6 +48,10 @@ class Wire:
         poller = select.poll()
         poller.register(self._end, select.POLLRDHUP)
         return not poller.poll(0)
+
+    def has_message(self) -> bool:
+        """Whether `receive` would return at once."""
+        return bool(select.select([self._end], [], [], 0)[0])
 
     def close(self) -> None:
         self._end.close()

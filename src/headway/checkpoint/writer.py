@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future as ConcurrentFuture
 from contextlib import suppress
@@ -28,7 +29,7 @@ from headway.checkpoint import catalog, image
 from headway.checkpoint.arena import Arena, Shape, aligned, free_memory, slots_that_fit
 from headway.checkpoint.image import Image, Piece
 from headway.checkpoint.layout import generation_of
-from headway.checkpoint.lease import Owner, Taken, claim, release
+from headway.checkpoint.lease import Owner, claim, release
 from headway.checkpoint.link import Link
 from headway.checkpoint.ranks import Elsewhere, Ranks
 from headway.checkpoint.retention import Retention
@@ -124,7 +125,7 @@ class Writer(StorageWriter, AsyncStager):
         self._saves: dict[str, Save] = {}
         self._uploading: set[str] = set()
         self._free = threading.Condition()
-        self._staged: list[tuple[Save, torch.Tensor | None]] = []
+        self._staged: list[tuple[Save, weakref.ref[torch.Tensor] | None]] = []
         self._target = threading.local()
         self._durable = self._has_others = False
         self._complete: str | None = None
@@ -157,15 +158,11 @@ class Writer(StorageWriter, AsyncStager):
             return claim(self.storage, owner), ""
         except OSError as error:
             if error.errno in _NEVER:
-                self.link.close()
                 raise InputError(
                     f"checkpoints cannot be written to {self.storage.url} ({error}). Choose another place."
                 ) from error
             self._unclaimed = asdict(owner)
             return None, f"{type(error).__name__}: {error}"
-        except Taken:
-            self.link.close()
-            raise
 
     # --- saving ---
 
@@ -411,12 +408,14 @@ class Writer(StorageWriter, AsyncStager):
         with self._free:
             self._free.wait_for(lambda: not self._uploading)
         segments = list(_segments(save.image, planner, values))
-        for _ in range(STREAM_TRIES):
-            self._pour(save, segments)
+        self._pour(save, segments)
+        for _ in range(STREAM_TRIES - 1):
             if not save.told.get("died"):
                 return
+            self.link.wait(save.tag)
             save.ended.clear()
             save.told = {}
+            self._pour(save, segments)
 
     def _pour(self, save: Save, segments: list[tuple[int, int, bytes | torch.Tensor]]) -> None:
         assert self._arena is not None
@@ -453,11 +452,11 @@ class Writer(StorageWriter, AsyncStager):
         self._hear(kind, save, event)
         if save is not None and kind in ("failed", "done", "committed"):
             save.failure, save.told = event.get("error", "") if kind == "failed" else "", save.told | event
-            save.ended.set()
             if kind != "committed":  # the coordinator tidies up after it
                 self._saves.pop(event["tag"], None)
             else:
                 self._unclaimed = None
+            save.ended.set()
 
     def reached(self, step: int) -> bool:
         """Notes how far training has come, for whoever restores. True if there is no plan yet to note it in."""
@@ -515,8 +514,19 @@ class Writer(StorageWriter, AsyncStager):
         save = self.save(state_dict, folder=folder, step=_step_in(folder))
         assert save is not None
         skeleton: dict[str, Any] = _without_values(state_dict)
-        self._staged.append((save, next(_tensors(skeleton), None)))
+        leaf = next(_tensors(skeleton), None)
+        # When torch has given up on it, before it came to writing, nobody is left who holds the skeleton.
+        mine = weakref.ref(leaf, lambda _: self._abandon(save)) if leaf is not None else None
+        self._staged = [(one, ref) for one, ref in self._staged if ref is None or ref() is not None] + [(save, mine)]
         return skeleton
+
+    def _abandon(self, save: Save) -> None:
+        """It is of no use to anybody: its memory is free again."""
+        if save.folder is None:
+            with self._free:
+                self._uploading.discard(save.tag)
+                self._free.notify_all()
+            self._saves.pop(save.tag, None)
 
     def synchronize_staging(self) -> None:
         """`stage` returns when all is copied."""
@@ -534,12 +544,13 @@ class Writer(StorageWriter, AsyncStager):
         folder = getattr(self._target, "folder", None) or ""
         save = self._staged_for(planner) or self.save({}, folder=folder, step=_step_in(folder), planner=planner)
         assert save is not None
+        if {piece.index for piece in save.image.pieces} != {item.index for item in plan.items}:
+            self._abandon(save)
+            raise InputError("this planner divides the state otherwise than the writer's. Give it to `Writer`, too.")
         if save.folder is None:
             save.folder = save.task["folder"] = folder
             save.task["step"] = save.step = _step_in(folder)
             self.link.save(save.task)
-        if {piece.index for piece in save.image.pieces} != {item.index for item in plan.items}:
-            raise InputError("this planner divides the state otherwise than the writer's. Give it to `Writer`, too.")
         save.wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result(image.results(save.image, self.ranks.rank, save.tag))
@@ -547,9 +558,9 @@ class Writer(StorageWriter, AsyncStager):
 
     def _staged_for(self, planner: SavePlanner) -> Save | None:
         """What `stage` has copied of the state that torch now plans for, in a thread of its own."""
-        leaves = {id(value) for value in planner.state_dict.values()}  # type: ignore[attr-defined]
+        leaves = {id(tensor) for tensor in _tensors(planner.state_dict)}  # type: ignore[attr-defined]
         for number, (save, leaf) in enumerate(self._staged):
-            if leaf is None or id(leaf) in leaves:
+            if leaf is None or id(leaf()) in leaves:
                 del self._staged[number]
                 return save
         return None
