@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from bench import imports, instrument, programs, recover, report, scale, size, span, steps
+from bench import checkpoint, imports, instrument, interval, programs, recover, report, scale, size, span, steps, waste
 from bench.measure import Row, machine
 
 TOPICS: dict[str, ModuleType] = {
@@ -13,6 +13,9 @@ TOPICS: dict[str, ModuleType] = {
     "instrument": instrument,
     "programs": programs,
     "recover": recover,
+    "interval": interval,
+    "checkpoint": checkpoint,
+    "waste": waste,
 }  # fmt: skip
 
 
