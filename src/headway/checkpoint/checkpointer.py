@@ -194,7 +194,7 @@ class Checkpointer:
         with self._lock:
             events, self._events = self._events, []
         for event, save, told in events:
-            if event == "failed":
+            if event == "failed" and not told.get("died"):  # else it is tried again, and raises if that fails, too
                 self._count_failure(told.get("error", ""))
             elif event == "done":
                 self._failed = 0

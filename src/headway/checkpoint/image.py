@@ -4,6 +4,7 @@ A plan of torch's own planner becomes an image. All of it but the tensors' bytes
 a save only copies. Parts of torch that are not public are touched in this file alone.
 """
 
+import inspect
 import io
 import pickle
 import secrets
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -21,10 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from headway.checkpoint.arena import PAGE, aligned
 from headway.checkpoint.layout import TAG_LENGTH, shard_name
-from headway.errors import PlatformError
+from headway.errors import InputError, PlatformError
 
 _SMALL = 64
 """Alignment of what is small; tensors larger than a page begin on one."""
+
+_save = inspect.unwrap(torch.save)
+"""Without the hooks of whoever looks for checkpoints that are stored: none is, here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes, int]:
     """What `torch.save` writes before and after the bytes of a tensor, and how many those are."""
     sink = _Sink()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), sink)  # type: ignore[arg-type]
+        _save(torch.empty(shape, dtype=dtype), sink)
     size = shape.numel() * dtype.itemsize
     if size and sink.skipped != [size]:
         raise PlatformError("torch.save lays out its files in another way than headway knows. Use torch 2.6 to 2.13.")
@@ -128,7 +133,7 @@ def pickled(planner: SavePlanner, item: WriteItem | MetadataIndex) -> bytes:
 def pickled_value(value: Any) -> bytes:
     buffer = io.BytesIO()
     # The older of torch's formats is read from its beginning on. The newer one is found from the end, which moves.
-    torch.save(value, buffer, _use_new_zipfile_serialization=False)
+    _save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
 
 
@@ -159,6 +164,16 @@ def plan_name(template: bytes, placeholder: str, world_size: int) -> str:
     return f"{world_size}-{zlib.crc32(template.replace(placeholder.encode(), bytes(TAG_LENGTH))):08x}-{len(template)}"
 
 
+def check(flat: Mapping[str, Any]) -> None:
+    """Raises if something has nothing to save."""
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
+            raise InputError(
+                f"{name} is on the meta device: it has no values to save. Give it memory with `to_empty`, and values, "
+                f"before the first save."
+            )
+
+
 # --- is the plan still right? --------------------------------------------------------------------------------------
 
 
@@ -168,8 +183,11 @@ def signature(flat: Mapping[str, Any]) -> list[Any]:
 
 
 def _signature_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, ShardedTensor):  # a new division shows on at least one rank, which tells the others
+        shards = [shard.metadata for shard in value.local_shards()]
+        return (value.metadata().size, [(each.shard_offsets, each.shard_sizes) for each in shards])
     if not isinstance(value, torch.Tensor):
-        return (getattr(value, "local_shards", None) and tuple(map(str, value.metadata().shards_metadata)),)
+        return ()
     if isinstance(value, DTensor):
         return (value.shape, value.dtype, value.placements, value.device_mesh)
     return (value.shape, value.dtype)

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -53,6 +54,8 @@ class Task:
     told: dict[str, Any]
     key: tuple[str, int]
     tries: int = 0
+    is_uploaded: bool = False
+    """Its memory is no longer needed; it may still wait for other ranks."""
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Keeper:
     clients: dict[int, Client] = field(default_factory=dict)
     arenas: dict[tuple[str, int], tuple[Shape, int]] = field(default_factory=dict)
     tasks: dict[tuple[str, int], Task] = field(default_factory=dict)
+    done: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=256))
     lease: dict[str, Any] | None = None
     uploader: Wire | None = None
     uploader_pid: int = 0
@@ -164,11 +168,12 @@ class Keeper:
             self._let_go(key)
 
     def _do_arenas(self, client: Client, message: dict[str, Any]) -> None:
+        ask = message.get("ask")
         for (plan, rank), (shape, fd) in self.arenas.items():
-            tasks = [task.told for task in self.tasks.values()]
-            pending = [told["tag"] for told in tasks if (told["plan"], told["rank"]) == (plan, rank)]
-            client.wire.send({"arena": asdict(shape), "pending": pending}, fd)
-        client.wire.send({"arenas": len(self.arenas)})
+            tasks = [task.told for task in self.tasks.values() if not task.is_uploaded]
+            pending = [told for told in tasks if (told["plan"], told["rank"]) == (plan, rank)]
+            client.wire.send({"ask": ask, "arena": asdict(shape), "pending": pending}, fd)
+        client.wire.send({"ask": ask, "arenas": len(self.arenas)})
 
     def _do_busy(self, client: Client, message: dict[str, Any]) -> None:
         client.wire.send({"busy": len(self.tasks)})
@@ -176,8 +181,11 @@ class Keeper:
     def _do_save(self, client: Client, message: dict[str, Any]) -> None:
         task = message["task"]
         key = (task["tag"], task["rank"])
-        self.tasks[key] = Task(task, key)
-        self._upload(self.tasks[key])
+        if key in self.done:  # who asks has taken it over from a trainer that died, and did not hear of it
+            self._tell(task["rank"], {"event": "done", "tag": task["tag"], "rank": task["rank"]})
+        elif key not in self.tasks:
+            self.tasks[key] = Task(task, key)
+            self._upload(self.tasks[key])
 
     def _let_go(self, key: tuple[str, int]) -> None:
         if key in self.arenas:
@@ -202,6 +210,8 @@ class Keeper:
 
     def _over(self, task: Task, message: dict[str, Any]) -> None:
         self.tasks.pop(task.key, None)
+        if message["event"] == "done":
+            self.done.append(task.key)
         self._tell(task.told["rank"], {**message, "tag": task.told["tag"], "rank": task.told["rank"]})
 
     def _start_uploader(self) -> None:
@@ -237,6 +247,8 @@ class Keeper:
         if task is not None and message["event"] in ("failed", "done"):
             self._over(task, message)
         else:
+            if task is not None and message["event"] == "uploaded":
+                task.is_uploaded = True
             self._tell(message["rank"], message)
 
     def _bury_uploader(self) -> None:

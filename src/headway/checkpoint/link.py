@@ -39,9 +39,13 @@ class Link:
         self._hello = {"do": "hello", "session": session, "rank": rank, "lease": lease}
         self._arenas: dict[str, Arena] = {}
         self._pending: dict[str, dict[str, Any]] = {}
+        self._inherited: dict[str, dict[str, Any]] = {}
         self._changed = threading.Condition()
         self._answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None] = queue.SimpleQueue()
+        self._asked = 0
         self._leaving = False
+        self._over = ""
+        """Why there is no keeper, and will be none."""
         self._child: subprocess.Popen[bytes] | None = None
         self._wire = self._open()
         announce(root, os.environ.get("HEADWAY_BOARD"))
@@ -93,13 +97,22 @@ class Link:
     def arenas(self) -> list[tuple[Arena, list[str]]]:
         """What the node's memory holds, of all ranks, and the tags of what is still being uploaded from it."""
         while True:
-            self._send({"do": "arenas"})
+            if self._over:
+                raise PlatformError(f"what is held in memory cannot be had: {self._over}")
+            self._asked += 1
+            self._send({"do": "arenas", "ask": self._asked})
             found: list[tuple[Arena, list[str]]] = []
             while (answer := self._answers.get()) is not None:
                 message, fds = answer
-                if "arenas" in message:
+                if message.get("ask") != self._asked:  # of a keeper that was asked again meanwhile
+                    for fd in fds:
+                        os.close(fd)
+                elif "arenas" in message:
                     return found
-                found.append((Arena(Shape(**message["arena"]), fds[0]), message["pending"]))
+                else:
+                    self._inherited |= {task["tag"]: task for task in message["pending"]}
+                    tags = [task["tag"] for task in message["pending"]]
+                    found.append((Arena(Shape(**message["arena"]), fds[0]), tags))
             for arena, _ in found:  # the keeper has died meanwhile: the next one is asked
                 arena.close()
 
@@ -119,6 +132,11 @@ class Link:
         with self._changed:
             self._pending[task["tag"]] = task
             self._wire.send({"do": "save", "task": task})
+
+    def take_over(self, tag: str) -> None:
+        """A save that `arenas` told of, whose trainer has died, is now this one's: should the keeper die, the next one
+        gets it, too."""
+        self.save(self._inherited[tag])
 
     def wait(self, tag: str | None = None, timeout_s: float | None = None) -> bool:
         """Waits until a save, or every one, has come to its end. False if it takes longer."""
@@ -146,12 +164,13 @@ class Link:
             if received is None:
                 if self._leaving:
                     return
-                self._answers.put(None)
                 try:
                     self._reopen()
                 except Exception as error:
                     self._give_up(str(error))
                     return
+                finally:
+                    self._answers.put(None)
             elif "event" in received[0]:
                 self._take(received[0])
             elif "bye" in received[0]:
@@ -167,5 +186,6 @@ class Link:
                 self._changed.notify_all()
 
     def _give_up(self, why: str) -> None:
+        self._over = why
         for tag, task in list(self._pending.items()):
             self._take({"event": "failed", "tag": tag, "rank": task["rank"], "error": why})

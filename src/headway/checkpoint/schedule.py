@@ -18,6 +18,8 @@ from headway.errors import InputError
 _UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 _TIME = re.compile(r"([\d.]+)\s*([a-z]+)")
 _RECENT = 32
+_MOST_SKIPS = 5
+"""A save that was skipped is tried again after 1, 2, 4 … 32 steps: to meet takes time, too."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Timed(Schedule):
         self._uploads: list[float] = []
         """When those under way began, the oldest first."""
         self._inflation_s = 0.0
-        self._since_durable = 0
+        self._since_durable = self._skips = 0
         self._change: dict[str, Any] | None = None
         self._failures: dict[str, float] = {}
         self._failures_at = 0.0
@@ -132,7 +134,10 @@ class Timed(Schedule):
     def saved(self, done: bool, blocked_s: float, now: float, durable: bool) -> None:
         self._before = now
         if not done:
+            self._look = self._step + 2**self._skips
+            self._skips = min(self._skips + 1, _MOST_SKIPS)
             return
+        self._skips = 0
         self._saved_at = (self._step, now)
         self._tuner.observe_save(blocked_s)
         self._since_durable = 0 if durable else self._since_durable + 1

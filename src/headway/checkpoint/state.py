@@ -165,7 +165,15 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether both are the same memory."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
-    return type(one) is type(other) and one.shape == other.shape and _memory(one) == _memory(other)
+    if type(one) is not type(other):
+        return False
+    if hasattr(one, "local_shards"):  # as TorchRec has them
+        return _shards(one) == _shards(other)
+    return one.shape == other.shape and _memory(one) == _memory(other)
+
+
+def _shards(tensor: Any) -> list[tuple[int, int]]:
+    return [_memory(shard.tensor) for shard in tensor.local_shards()]
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

@@ -35,6 +35,7 @@ from headway.checkpoint.layout import (
 from headway.checkpoint.retention import Retention
 from headway.checkpoint.storage import Storage, open_storage
 from headway.checkpoint.wire import Wire
+from headway.errors import InputError
 
 CHUNK = 16 << 20
 THREADS = 4
@@ -112,6 +113,11 @@ class Uploader:
         size = task["image_bytes"]
         chunks = self._stream(task, arena) if task["streams"] else _chunks(arena.image(task["slot"]))
         storage, kept = open_storage(task["root"]), task.get("local")
+        if _is_committed(storage, task):
+            if task["coordinator"]:  # whoever did it may have died before the name was safe
+                storage.write(_join(task["folder"], METADATA), arena.metadata(task["tag"]))
+            self._finish(storage, task, seconds=0.0, cpu_s=0.0, bytes=size)
+            return
         if kept:
             chunks = self._copied(kept, task, arena, chunks)
         digest = _store(storage, task, chunks, size)
@@ -119,9 +125,12 @@ class Uploader:
             raise Broken("its memory was given to another save before it was uploaded")
         self._tell(task, "uploaded", seconds=time.monotonic() - began, bytes=size, xxh3=digest)
         if task["coordinator"]:
-            manifest = self._commit(storage, task, arena.metadata(task["tag"]))
-            seconds, cpu_s = time.monotonic() - began, time.thread_time() - cpu
-            self._tell(task, "committed", seconds=seconds, cpu_s=cpu_s, bytes=manifest.size)
+            size = self._commit(storage, task, arena.metadata(task["tag"])).size
+        self._finish(storage, task, seconds=time.monotonic() - began, cpu_s=time.thread_time() - cpu, bytes=size)
+
+    def _finish(self, storage: Storage, task: dict[str, Any], **told: float) -> None:
+        if task["coordinator"]:
+            self._tell(task, "committed", **told)
             with self._tidying:
                 self._tidy(storage, task)
         self._tell(task, "done")
@@ -186,12 +195,18 @@ class Uploader:
         """Who may commit: the run that saved, and the one that came after it on this node when it had died."""
         return [task["session"], *([self._lease["owner"]["session"]] if self._lease else [])]
 
+    def _is_of_past(self, task: dict[str, Any]) -> bool:
+        """Whether another run has begun since."""
+        return self._lease is not None and self._lease["owner"]["session"] != task["session"]
+
     def _tidy(self, storage: Storage, task: dict[str, Any]) -> None:
         """What comes after the commit, and may fail without harm: the next one does it again."""
         with suppress(Exception):
             for rank in range(task["world_size"]):
                 storage.remove(_join(task["folder"], marker_name(task["tag"], rank)))
-            if task["folder"] and task["tag"] > self._newest:
+            if not self._newest and (found := catalog.newest(storage)):  # of the uploader before this one
+                self._newest = found.tag
+            if task["folder"] and task["tag"] >= self._newest:
                 self._newest = task["tag"]
                 catalog.set_latest(storage, task["folder"])
             # An earlier save that is still under way would be taken for the remains of one that failed.
@@ -206,6 +221,8 @@ class Uploader:
                 if (name := marker_name(task["tag"], rank)) in present:
                     found[rank] = _heard(rank, storage.read(_join(task["folder"], name)))
             if len(found) < task["world_size"]:
+                if self._newest > task["tag"] and self._is_of_past(task):
+                    raise Broken("its run had ended before all ranks had saved, and the next one has saved since")
                 if time.monotonic() > until:
                     ranks = ", ".join(str(rank) for rank in missing if rank not in found)
                     raise Broken(f"no word from rank {ranks} after {task['deadline_s']:.0f} s: not committed")
@@ -232,6 +249,18 @@ def _make_room(place: Storage, tag: str) -> None:
     older = [each for each in catalog.checkpoints(place) if "" < each.tag < tag]
     for each in older[: 1 - LOCAL_COPIES]:
         place.remove_folder(each.name)
+
+
+def _is_committed(storage: Storage, task: dict[str, Any]) -> bool:
+    """Whether an uploader has come that far that died before it could tell."""
+    import xxhash
+
+    try:
+        manifest = Manifest.from_json(storage.read(_join(task["folder"], manifest_name(task["tag"]))))
+        digest = xxhash.xxh3_128_hexdigest(storage.read(_join(task["folder"], METADATA)))
+    except (FileNotFoundError, InputError):
+        return False
+    return manifest.metadata is not None and manifest.metadata.xxh3 == digest
 
 
 def _excuse(task: dict[str, Any], why: str) -> None:

@@ -34,7 +34,7 @@ from headway.checkpoint.link import Link
 from headway.checkpoint.ranks import Elsewhere, Ranks
 from headway.checkpoint.retention import Retention
 from headway.checkpoint.storage import open_storage
-from headway.errors import HeadwayError, InputError
+from headway.errors import HeadwayError, InputError, PlatformError
 
 MODES = {"auto": None, "two-slot": 2, "one-slot": 1, "streaming": 0}
 STREAM_PARTS = 4
@@ -86,7 +86,6 @@ class _Look:
     signature: list[Any]
     values: list[bytes] | None
     """None: another plan is needed."""
-    is_busy: bool
 
 
 class Writer(StorageWriter, AsyncStager):
@@ -124,6 +123,10 @@ class Writer(StorageWriter, AsyncStager):
         self._cache: dict[int, tuple[Any, bytes]] = {}
         self._saves: dict[str, Save] = {}
         self._uploading: set[str] = set()
+        self._over: set[str] = set()
+        """Saves of an earlier process that have come to their end since this one began."""
+        self._raised: set[str] = set()
+        """Saves whose failure the caller knows of already."""
         self._free = threading.Condition()
         self._staged: list[tuple[Save, weakref.ref[torch.Tensor] | None]] = []
         self._target = threading.local()
@@ -173,14 +176,15 @@ class Writer(StorageWriter, AsyncStager):
         """Copies the state, and returns: from here on it may change, and this process may die. None if the memory is
         still in use by an earlier upload, and this one may be skipped; it waits for that otherwise."""
         began = time.perf_counter()
-        look, error = self._look_at(state, planner)
+        busy = int(may_skip and self._image is not None and self._is_busy(self._next_slot()))
+        look, error = (None, None) if busy else self._look_at(state, planner)
         stale, busy, self.generation, unfinished, failed = self.ranks.highest(
-            int(look is None or look.values is None), int(look is not None and look.is_busy), self.generation + 1,
-            int(self._unfinished), int(error is not None),
+            int(look is None or look.values is None), busy, self.generation + 1, int(self._unfinished),
+            int(error is not None),
         )  # fmt: skip
         if failed:
             raise error or Elsewhere("the state of another rank could not be had; it says why")
-        if busy and may_skip:
+        if busy:
             return None
         if not unfinished:
             self._complete = self._last
@@ -197,6 +201,7 @@ class Writer(StorageWriter, AsyncStager):
         try:
             (self._stage if self.mode != "streaming" else self._stream)(save, look.planner, look.values, durable)
         except Exception as error:  # the others have saved theirs, and need not wait for this one's
+            self._raised.add(save.tag)
             self.link.save(save.task | {"error": f"{type(error).__name__}: {error}"})
             raise
         self._last, self._unfinished, self._durable = tag, False, durable
@@ -220,8 +225,9 @@ class Writer(StorageWriter, AsyncStager):
                 planner.set_up_planner(dict(state() if callable(state) else state), None, self.ranks.is_first)
             signature = image.signature(planner.state_dict)  # type: ignore[attr-defined]
             values = self._values(planner) if signature == self._signature else None
-            busy = values is not None and self._is_busy(self._next_slot())
-            return _Look(planner, signature, values, busy), None
+            if values is None:
+                image.check(planner.state_dict)  # type: ignore[attr-defined]
+            return _Look(planner, signature, values), None
         except Exception as error:  # told to the others first, which would wait for this rank
             return None, error
 
@@ -296,10 +302,11 @@ class Writer(StorageWriter, AsyncStager):
             self.link.keep_only(shape.plan)
             self._last = None
         self._views = []
-        adopted = self._adopted(shape) if slots else None
+        adopted, inherited = self._adopted(shape) if slots else (None, [])
         self._arena = adopted or Arena.create(shape, metadata)
         self._views = [self._view(slot, new=adopted is None) for slot in range(slots)]
         self.link.hold(self._arena)
+        self._take_over(inherited)
         if adopted is None:
             self._arena.prefault(_pin)
         self._has_others = True
@@ -314,13 +321,19 @@ class Writer(StorageWriter, AsyncStager):
 
     def _slots(self, size: int) -> int:
         """How many images the memory holds: what was asked for, or what fits on every rank."""
-        wanted = MODES[self._memory]
+        wanted, ours = MODES[self._memory], int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+        # Memory that was laid in earlier is used again, or given back.
+        spare = self._arena.shape.total if self._arena is not None else self._held_bytes()
+        free = free_memory() // ours + spare
         if wanted is None:
-            ours = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-            # Memory that was laid in earlier is used again, or given back.
-            spare = self._arena.shape.total if self._arena is not None else self._held_bytes()
-            wanted = slots_that_fit(size, (free_memory() + spare * ours) // ours)
-        return -self.ranks.highest(-wanted)[0]
+            wanted = slots_that_fit(size, free)
+        fewest = -self.ranks.highest(-wanted if wanted * size <= free else 1)[0]
+        if fewest < 0:
+            raise PlatformError(
+                f"{wanted} copies of {_in_words(size)} do not fit into the {_in_words(free)} that are free to each "
+                f'rank here, or on another node: the kernel would kill the job. Use memory="streaming", or "auto".'
+            )
+        return fewest
 
     def _held_bytes(self) -> int:
         return sum(shape.total for shape, _ in self._held_here() if shape.rank == self.ranks.rank)
@@ -333,16 +346,22 @@ class Writer(StorageWriter, AsyncStager):
             arena.close()
         return found
 
-    def _adopted(self, shape: Shape) -> Arena | None:
-        """The memory that an earlier process of this rank has left, if its plan was the same."""
-        mine = None
+    def _adopted(self, shape: Shape) -> tuple[Arena | None, list[str]]:
+        """The memory that an earlier process of this rank has left, if its plan was the same; and the tags of what is
+        still being uploaded from there."""
+        mine, inherited = None, list[str]()
         for arena, pending in self.link.arenas():
             if _is_like(arena.shape, shape):
-                mine = arena
-                self._uploading |= set(pending)
+                mine, inherited = arena, pending
             else:
                 arena.close()
-        return mine
+        return mine, inherited
+
+    def _take_over(self, tags: list[str]) -> None:
+        with self._free:  # the link's thread may have heard of their end already
+            for tag in set(tags) - self._over:
+                self._uploading.add(tag)
+                self.link.take_over(tag)
 
     def _view(self, slot: int, new: bool) -> list[torch.Tensor | None]:
         """The tensors of one slot."""
@@ -416,6 +435,8 @@ class Writer(StorageWriter, AsyncStager):
             save.ended.clear()
             save.told = {}
             self._pour(save, segments)
+        if save.told.get("died"):
+            raise SaveFailed(f"the uploader died of the checkpoint of step {save.step} {STREAM_TRIES} times")
 
     def _pour(self, save: Save, segments: list[tuple[int, int, bytes | torch.Tensor]]) -> None:
         assert self._arena is not None
@@ -448,8 +469,11 @@ class Writer(StorageWriter, AsyncStager):
         if kind in ("uploaded", "failed", "done", "committed"):
             with self._free:
                 self._uploading.discard(event["tag"])
+                if save is None:
+                    self._over.add(event["tag"])
                 self._free.notify_all()
-        self._hear(kind, save, event)
+        if event["tag"] not in self._raised:
+            self._hear(kind, save, event)
         if save is not None and kind in ("failed", "done", "committed"):
             save.failure, save.told = event.get("error", "") if kind == "failed" else "", save.told | event
             if kind != "committed":  # the coordinator tidies up after it
