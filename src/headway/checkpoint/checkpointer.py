@@ -154,6 +154,8 @@ class Checkpointer:
                 durable=durable, may_skip=may_skip,
             )  # fmt: skip
         self._say_mode()
+        if save is not None and save.told.get("died"):
+            raise SaveFailed(f"the checkpoint of step {step} was not saved: {save.failure}, each time.")
         if save is not None and durable:
             self._saved_step = step
         return save

@@ -435,8 +435,6 @@ class Writer(StorageWriter, AsyncStager):
             save.ended.clear()
             save.told = {}
             self._pour(save, segments)
-        if save.told.get("died"):
-            raise SaveFailed(f"the uploader died of the checkpoint of step {save.step} {STREAM_TRIES} times")
 
     def _pour(self, save: Save, segments: list[tuple[int, int, bytes | torch.Tensor]]) -> None:
         assert self._arena is not None
