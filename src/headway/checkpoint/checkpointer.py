@@ -1,6 +1,7 @@
 """What a training script holds: says when to save, what belongs to the state, and where to go on after a restart."""
 
 import os
+import pickle
 import sys
 import threading
 import time
@@ -170,7 +171,8 @@ class Checkpointer:
 
     def _state(self, step: int) -> dict[str, Any]:
         own = {"step": step, "world_size": self._ranks.size}
-        return self._training.capture() | {_OWN: (own,), self._own_key(): (self._own_state(),)}
+        # Torch's own pickler asks about every number of the generators' states, and there are thousands.
+        return self._training.capture() | {_OWN: (own,), self._own_key(): (pickle.dumps(self._own_state()),)}
 
     def _own_key(self, rank: int | None = None) -> str:
         return f"{_OWN}.rank-{self._ranks.rank if rank is None else rank}"
@@ -233,13 +235,8 @@ class Checkpointer:
         """
         began = time.perf_counter()
         with self._run.span(Activity.CHECKPOINT_RESTORE):
-            found = self._writer.link.arenas()
-            try:
-                candidates = self._candidates(found)
-                restored = self._restore_first(candidates, [arena for arena, _ in found], began)
-            finally:
-                for arena, _ in found:
-                    arena.close()
+            arenas = self._writer.arenas()
+            restored = self._restore_first(self._candidates(arenas), arenas, began)
         self._history.restored(restored.tier if restored else None)
         self._schedule.failures(**self._history.failures())
         if restored is not None:
@@ -248,11 +245,11 @@ class Checkpointer:
             self._run.mark(Told.CHECKPOINT_RESTORED, **asdict(restored))
         return restored
 
-    def _candidates(self, found: Sequence[tuple[Arena, list[str]]]) -> list[Candidate]:
+    def _candidates(self, arenas: Sequence[Arena]) -> list[Candidate]:
         """What can be restored, the newest first: the same on all ranks."""
         here = [
             (held.tag, held.step, arena.shape.world_size, arena.shape.rank)
-            for arena, _ in found for held in arena.held() if _is_image(arena)
+            for arena in arenas for held in arena.held() if _is_image(arena)
         ]  # fmt: skip
         everywhere = {entry for entries in self._ranks.all(here) for entry in entries}
         stored = self._ranks.of_first(self._stored)
@@ -319,11 +316,13 @@ class Checkpointer:
         known = _is_saved(self._own_key(), metadata)
         own = self._own_key(None if known else 0)
         state |= {_OWN: (), own: ()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is")  # each rank reads for itself, and that is meant
-            load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+        if not reader.load_exactly(state):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is")  # each rank reads for itself: that is meant
+                load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
         self._training.apply(state)
-        self._apply_own(state[own][0] if known else state[own][0] | {"rng": None}, state[_OWN][0]["world_size"])
+        told = pickle.loads(state[own][0])
+        self._apply_own(told if known else told | {"rng": None}, state[_OWN][0]["world_size"])
 
     def _apply_own(self, own: Mapping[str, Any], world_size: int) -> None:
         """What a rank has for itself. One that was not there when it was saved takes the position of the first."""
@@ -383,6 +382,8 @@ def _problem(error: BaseException) -> str:
     """What went wrong: torch wraps it into one that has a trace for its text, and is no `Exception`."""
     if isinstance(error, CheckpointException):
         error = next((cause for cause, _ in error.failures.values()), error)
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # it wraps these, too
+        raise error
     return f"{type(error).__name__}: {error}"
 
 

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from headway.checkpoint import catalog
 from headway.checkpoint.arena import Arena
+from headway.checkpoint.image import leaves
 from headway.checkpoint.layout import METADATA, Manifest, Shard, marker_name, read_marker
 from headway.checkpoint.storage import Storage, open_storage
 from headway.errors import HeadwayError
@@ -56,19 +59,18 @@ class Source:
         _check(data, self.manifest.metadata, METADATA)
         return data
 
-    def open(self, name: str) -> Any:
-        """A file's bytes, checked."""
+    def open(self, name: str) -> tuple[str, Any]:
+        """Where a file is found, and its bytes, checked."""
         for arena in self.arenas:
             for held in arena.held():
                 if held.tag == self.tag and name == f"__{arena.shape.rank}_{self.tag}.distcp":
-                    return self._count("memory", arena.image(held.slot))
+                    return "memory", arena.image(held.slot)
         if (path := self._on_disk(name)) is not None:
-            return self._count("local", path)
-        return self._count("remote" if self.storage and not self.storage.is_local else "disk", self._stored(name))
+            return "local", path
+        return "remote" if self.storage and not self.storage.is_local else "disk", self._stored(name)
 
-    def _count(self, tier: str, data: Any) -> Any:
-        self.used[tier] = self.used.get(tier, 0) + len(data)
-        return data
+    def count(self, tier: str, size: int) -> None:
+        self.used[tier] = self.used.get(tier, 0) + size
 
     def _on_disk(self, name: str) -> Any:
         """The local copy, if it is there and whole."""
@@ -108,6 +110,7 @@ class Reader(StorageReader):
 
     def __init__(self, path: str | os.PathLike[str] = "", source: Source | None = None) -> None:
         self._path, self._source = os.fspath(path), source
+        self._metadata: Metadata | None = None
         self._storage_data: dict[Any, Any] = {}
         self._tensors: dict[Any, Any] = {}
 
@@ -119,12 +122,13 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self._path, self._source = os.fspath(checkpoint_id), None
+            self._path, self._source, self._metadata = os.fspath(checkpoint_id), None, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata: Metadata = pickle.loads(self.source.metadata())
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        return metadata
+        if self._metadata is None:
+            self._metadata = pickle.loads(self.source.metadata())
+            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._storage_data, self._tensors = metadata.storage_data, metadata.state_dict_metadata
@@ -141,9 +145,10 @@ class Reader(StorageReader):
             by_file.setdefault(self._storage_data[item.storage_index].relative_path, []).append(item)
         on_device = False
         for name, items in by_file.items():
-            data = self.source.open(name)
+            tier, data = self.source.open(name)
             for item in items:
                 on_device |= self._read(data, item, planner)
+                self.source.count(tier, self._storage_data[item.storage_index].length)
         if on_device:
             torch.accelerator.synchronize()
         future: Future[None] = Future()
@@ -156,19 +161,71 @@ class Reader(StorageReader):
             planner.load_bytes(item, io.BytesIO(data[place.offset : place.offset + place.length]))
             return False
         target = planner.resolve_tensor(item).detach()
-        found = _tensor(data, place.offset, place.length, *self._kind(item))
+        found = _tensor(data, place.offset, place.length, *self._kind(item.storage_index))
         for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             found = found.narrow(dimension, start, length)
         target.copy_(found, non_blocking=True)
         planner.commit_tensor(item, target)
         return target.device.type != "cpu"
 
-    def _kind(self, item: ReadItem) -> tuple[torch.Size, torch.dtype]:
+    def _kind(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
         """Size and type of the tensor that was saved."""
-        told, wanted = self._tensors[item.storage_index.fqn], item.storage_index.offset
+        told, wanted = self._tensors[index.fqn], index.offset
         if len(told.chunks) == 1:
             return told.chunks[0].sizes, told.properties.dtype
         return next(chunk.sizes for chunk in told.chunks if chunk.offsets == wanted), told.properties.dtype
+
+    # --- without a plan ---
+
+    def load_exactly(self, state: dict[str, Any]) -> bool:
+        """Loads into a state that is divided as the saved one is, which needs no plan. False if it is not; then nothing
+        has changed."""
+        metadata = self.read_metadata()
+        self.set_up_storage_reader(metadata, True)
+        by_file: dict[str, list[tuple[MetadataIndex, Any, Any]]] = {}
+        known: dict[Any, Any] = {}
+        for name, container, key in leaves(state):
+            index = self._place_of(name, container[key], known)
+            if index is None or index not in metadata.storage_data:
+                return False
+            by_file.setdefault(metadata.storage_data[index].relative_path, []).append((index, container, key))
+        on_device = False
+        for file, items in by_file.items():
+            tier, data = self.source.open(file)
+            for index, container, key in items:
+                on_device |= self._load_item(data, index, container, key)
+                self.source.count(tier, metadata.storage_data[index].length)
+        if on_device:
+            torch.accelerator.synchronize()
+        return True
+
+    def _place_of(self, name: str, value: Any, known: dict[Any, Any]) -> MetadataIndex | None:
+        """Which saved part is just this one."""
+        told = self._tensors.get(name)
+        if not isinstance(told, TensorStorageMetadata):
+            return None if told is None or isinstance(value, torch.Tensor) else MetadataIndex(name)
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
+            return None
+        offsets, sizes = torch.Size([0] * value.ndim), value.shape
+        if isinstance(value, DTensor):
+            key = (value.shape, value.placements, value.device_mesh)
+            if key not in known:
+                known[key] = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            if len(known[key]) != 1:
+                return None
+            offsets, sizes = known[key][0].offsets, known[key][0].sizes
+        is_saved = any(chunk.offsets == offsets and chunk.sizes == sizes for chunk in told.chunks)
+        return MetadataIndex(name, offsets) if is_saved else None
+
+    def _load_item(self, data: Any, index: MetadataIndex, container: Any, key: Any) -> bool:
+        place, value = self._storage_data[index], container[key]
+        if isinstance(value, torch.Tensor):
+            target = (value.to_local() if isinstance(value, DTensor) else value).detach()
+            target.copy_(_tensor(data, place.offset, place.length, *self._kind(index)), non_blocking=True)
+            return target.device.type != "cpu"
+        packed = io.BytesIO(data[place.offset : place.offset + place.length])
+        container[key] = torch.load(packed, weights_only=False)
+        return False
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -118,6 +118,7 @@ class Writer(StorageWriter, AsyncStager):
         self._node = node or os.uname().nodename
         self._image: Image | None = None
         self._signature: list[Any] = []
+        self._planner: DefaultSavePlanner | None = None
         self._arena: Arena | None = None
         self._views: list[list[torch.Tensor | None]] = []
         self._cache: dict[int, tuple[Any, bytes]] = {}
@@ -148,8 +149,12 @@ class Writer(StorageWriter, AsyncStager):
             self.link.close()
             raise
         """Who wrote here before, and did not say goodbye; and why nothing can be written now."""
-        held = [generation_of(tag) for _, tags in self._held_here() for tag in tags]
+        self._found = self.link.arenas()
+        held = [generation_of(held.tag) for arena, _ in self._found for held in arena.held()]
         self.generation = max([self.generation, *held])
+        for arena, _ in self._found:
+            if arena.shape.rank == self.ranks.rank:  # read from soon, and then written to
+                arena.prefault()
 
     def _begin(self) -> tuple[str, int]:
         known = [generation_of(found.tag) for found in catalog.checkpoints(self.storage) if found.tag]
@@ -175,6 +180,13 @@ class Writer(StorageWriter, AsyncStager):
     ) -> Save | None:  # fmt: skip
         """Copies the state, and returns: from here on it may change, and this process may die. None if the memory is
         still in use by an earlier upload, and this one may be skipped; it waits for that otherwise."""
+        with torch.no_grad():
+            return self._save(state, folder, step, metric, durable, may_skip, planner)
+
+    def _save(
+        self, state: State, folder: str | None, step: int, metric: float | None, durable: bool, may_skip: bool,
+        planner: SavePlanner | None,
+    ) -> Save | None:  # fmt: skip
         began = time.perf_counter()
         busy = int(may_skip and self._image is not None and self._is_busy(self._next_slot()))
         look, error = (None, None) if busy else self._look_at(state, planner)
@@ -193,7 +205,8 @@ class Writer(StorageWriter, AsyncStager):
         self._unfinished = True
         if stale:
             self._plan(look.planner)
-            self._signature, look.values = look.signature, self._values(look.planner)
+            look.values = self._values(look.planner)
+            self._remember(look)
         assert self._image is not None
         assert look.values is not None
         tag = f"{self.generation:08x}{self.session[:4]}"
@@ -216,13 +229,19 @@ class Writer(StorageWriter, AsyncStager):
             raise error or Elsewhere("the state of another rank could not be had; it says why")
         if stale and look is not None:
             self._plan(look.planner)
-            self._signature = look.signature
+            self._remember(look)
+
+    def _remember(self, look: "_Look") -> None:
+        self._signature = look.signature
+        self._planner = look.planner if type(look.planner) is DefaultSavePlanner else None
 
     def _look_at(self, state: State, planner: SavePlanner | None) -> tuple["_Look | None", Exception | None]:
         try:
             if planner is None:
-                planner = self._new_planner()
-                planner.set_up_planner(dict(state() if callable(state) else state), None, self.ranks.is_first)
+                found = dict(state() if callable(state) else state)
+                planner = self._planner_again(found) or self._new_planner()
+                if planner is not self._planner:
+                    planner.set_up_planner(found, None, self.ranks.is_first)
             signature = image.signature(planner.state_dict)  # type: ignore[attr-defined]
             values = self._values(planner) if signature == self._signature else None
             if values is None:
@@ -230,6 +249,14 @@ class Writer(StorageWriter, AsyncStager):
             return _Look(planner, signature, values), None
         except Exception as error:  # told to the others first, which would wait for this rank
             return None, error
+
+    def _planner_again(self, state: dict[str, Any]) -> DefaultSavePlanner | None:
+        """The planner of the present plan, if the state is like the one that it has planned for."""
+        flat = image.flattened(state) if self._planner is not None else {}
+        if self._planner is None or image.signature(flat) != self._signature:
+            return None
+        self._planner.state_dict = flat
+        return self._planner
 
     def _values(self, planner: SavePlanner) -> list[bytes] | None:
         """What is no tensor, pickled; None if it no longer fits."""
@@ -284,7 +311,7 @@ class Writer(StorageWriter, AsyncStager):
         except Exception as problem:  # raised below, on all ranks: one that has no memory cannot save alone
             error = problem
         if self.ranks.highest(int(error is not None))[0]:
-            self._image, self._signature, self._arena = None, [], None
+            self._image, self._signature, self._planner, self._arena = None, [], None, None
             raise error or Elsewhere("another rank has no memory for its part of the checkpoint; it says why")
 
     def _lay_out(self, drawn: Image, metadata: bytes, placeholder: str) -> None:
@@ -307,8 +334,7 @@ class Writer(StorageWriter, AsyncStager):
         self._views = [self._view(slot, new=adopted is None) for slot in range(slots)]
         self.link.hold(self._arena)
         self._take_over(inherited)
-        if adopted is None:
-            self._arena.prefault(_pin)
+        self._arena.prefault(_pin)
         self._has_others = True
         if old is not None:
             old.close()
@@ -336,26 +362,22 @@ class Writer(StorageWriter, AsyncStager):
         return fewest
 
     def _held_bytes(self) -> int:
-        return sum(shape.total for shape, _ in self._held_here() if shape.rank == self.ranks.rank)
+        return sum(arena.shape.total for arena, _ in self._found if arena.shape.rank == self.ranks.rank)
 
-    def _held_here(self) -> list[tuple[Shape, list[str]]]:
-        """What the node's memory holds: the tags of saves in each arena."""
-        arenas = [arena for arena, _ in self.link.arenas()]
-        found = [(arena.shape, [held.tag for held in arena.held()]) for arena in arenas]
-        for arena in arenas:
-            arena.close()
-        return found
+    def arenas(self) -> list[Arena]:
+        """What the memory of this node holds, of all ranks."""
+        if self._arena is not None:  # then it was looked at long ago
+            _close_behind(self._found)
+            self._found = self.link.arenas()
+        return [arena for arena, _ in self._found]
 
     def _adopted(self, shape: Shape) -> tuple[Arena | None, list[str]]:
         """The memory that an earlier process of this rank has left, if its plan was the same; and the tags of what is
         still being uploaded from there."""
-        mine, inherited = None, list[str]()
-        for arena, pending in self.link.arenas():
-            if _is_like(arena.shape, shape):
-                mine, inherited = arena, pending
-            else:
-                arena.close()
-        return mine, inherited
+        like = [found for found in self._found if _is_like(found[0].shape, shape)]
+        _close_behind([found for found in self._found if found not in like[:1]])
+        self._found = []
+        return like[0] if like else (None, [])
 
     def _take_over(self, tags: list[str]) -> None:
         with self._free:  # the link's thread may have heard of their end already
@@ -512,6 +534,8 @@ class Writer(StorageWriter, AsyncStager):
                 release(self.storage, self.session)
         self.link.close()
         self._views = []
+        _close_behind(self._found)
+        self._found = []
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -623,6 +647,17 @@ def _pin(address: int, size: int) -> None:
     """Lets a GPU copy to this memory by itself, as long as the process lives: an arena does as long as its plan."""
     if torch.cuda.is_available():
         torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
+
+
+def _close_behind(arenas: Sequence[tuple[Arena, list[str]]]) -> None:
+    """Lets go of memory that nobody looks at: to unmap gigabytes takes a while."""
+
+    def close() -> None:
+        for arena, _ in arenas:
+            arena.close()
+
+    if arenas:
+        threading.Thread(target=close, daemon=True).start()
 
 
 def _is_like(one: Shape, other: Shape) -> bool:
