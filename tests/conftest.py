@@ -15,6 +15,8 @@ GET = {
     "mount": "run as root, where mounting a tmpfs is allowed",
     "openssl": "apt-get install openssl",
     "py-spy": "pip install py-spy",
+    "mkfs.btrfs": "apt-get install btrfs-progs, and run as root",
+    "strace": "apt-get install strace, and run where tracing is allowed",
     **dict.fromkeys(
         ("scontrol", "slurmctld", "slurmd", "munged"), "apt-get install slurm-client slurmctld slurmd munge"
     ),

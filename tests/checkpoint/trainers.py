@@ -1,0 +1,300 @@
+"""Trainers whose state at any step is known, each a process of its own.
+
+They are forked from a process that has imported torch already: a new one trains within milliseconds.
+"""
+
+import itertools
+import multiprocessing
+import multiprocessing.forkserver as forkserver
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what the first process group would import
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import headway
+from headway import Checkpointer
+from headway.checkpoint import Save, SaveFailed, catalog
+from headway.checkpoint.storage import open_storage
+
+PATIENCE_S = 60.0
+"""For things that must happen in the end, on however slow a machine."""
+
+TENSORS, LENGTH = 16, 1 << 14
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["pytest", "trainers"])
+
+
+# --- a state that is known -------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Every element of its weights grows by one at each step: two steps have no element in common."""
+
+    def __init__(self, length: int = LENGTH, tensors: int = TENSORS) -> None:
+        super().__init__()
+        start = torch.arange(length, dtype=torch.float32)
+        self.weights = nn.ParameterList([nn.Parameter(start * (number + 1)) for number in range(tensors)])
+
+    @torch.no_grad()
+    def train_step(self) -> None:
+        for weight in self.weights:
+            weight.add_(1)
+
+    def forward(self) -> None:
+        raise NotImplementedError
+
+
+def state_at(step: int, length: int = LENGTH, tensors: int = TENSORS) -> dict[str, torch.Tensor]:
+    """The weights that training has at a step."""
+    return {name: weight + step for name, weight in Counting(length, tensors).state_dict().items()}
+
+
+def loaded(folder: str | os.PathLike[str], key: str = "model", **size: int) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, as plain torch reads them."""
+    weights = {name: torch.full_like(weight, -1) for name, weight in state_at(0, **size).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({key: weights} if key else weights, checkpoint_id=folder, no_dist=True)
+    return weights
+
+
+def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- trainers --------------------------------------------------------------------------------------------------------
+
+
+def fork(train: Callable[..., None], folder: Path, *args: Any, **settings: str) -> BaseProcess:
+    """A process in which `train(*args)` runs; what it says goes to `folder/said`."""
+    environ = {**os.environ, **settings}
+    process = forks.Process(target=_forked, args=(train, folder / "said", environ, args))
+    process.start()
+    return process
+
+
+def _forked(train: Callable[..., None], said: Path, environ: dict[str, str], args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    train(*args)
+
+
+def warm_up() -> None:
+    """Has the process that forks import all it needs. It must not start threads; its environment says where to look."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class Obedient:
+    """A trainer that does what it is told, one thing at a time."""
+
+    def __init__(self, root: str | os.PathLike[str], folder: Path, **size: int) -> None:
+        self._line, theirs = forks.Pipe()
+        self.process = fork(_obey, folder, theirs, os.fspath(root), size, HEADWAY_JOB="j")
+        theirs.close()
+
+    def __enter__(self) -> "Obedient":
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.die()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.tell(name, *args)
+            return self.hear()
+
+        return call
+
+    def tell(self, name: str, *args: Any) -> None:
+        """Has it do something, without waiting for it."""
+        self._line.send((name, args))
+
+    def hear(self) -> Any:
+        """What the last thing that it was told to do came to."""
+        assert self._line.poll(PATIENCE_S), "it does not answer"
+        try:
+            done, result = self._line.recv()
+        except EOFError:
+            self.process.join(PATIENCE_S)
+            raise AssertionError(f"it ended with {self.process.exitcode}") from None
+        assert done, result
+        return result
+
+    def die(self) -> None:
+        """Killed, and gone."""
+        self.process.kill()
+        self.process.join()
+
+
+class Orders:
+    """What an obedient trainer can do."""
+
+    def __init__(self, root: str, size: dict[str, int]) -> None:
+        self.size, self.model = size, Counting(**size)
+        self.checkpointer = Checkpointer(root, model=self.model, interval=None)
+        self.save_: Save | None = None
+
+    def restore(self) -> tuple[int, str] | None:
+        """Step and tier, if the weights are those of the step."""
+        found = self.checkpointer.restore()
+        if found is None:
+            return None
+        assert is_equal(dict(self.model.state_dict()), state_at(found.step, **self.size)), "restored other values"
+        return found.step, found.tier
+
+    def train(self, step: int) -> None:
+        """Has the weights of a step."""
+        self.model.load_state_dict(state_at(step, **self.size))
+
+    def save(self, step: int) -> float:
+        """Saves the weights that it has, as those of a step."""
+        self.save_ = self.checkpointer.save(step)
+        return self.save_.blocked_s
+
+    def save_and_spoil(self, step: int) -> None:
+        """The weights change as soon as the call has returned."""
+        self.save(step)
+        with torch.no_grad():
+            for weight in self.model.weights:
+                weight.fill_(-2)
+
+    def save_and_die(self, step: int) -> None:
+        """Nothing comes after the call."""
+        self.checkpointer.save(step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait(self) -> str:
+        """Why the last save failed; empty if it did not."""
+        assert self.save_ is not None
+        try:
+            assert self.save_.wait(PATIENCE_S), "it took too long"
+        except SaveFailed as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+def _obey(line: Any, root: str, size: dict[str, int]) -> None:
+    orders = None
+    while True:
+        name, args = line.recv()
+        try:
+            orders = orders or Orders(root, size)
+            line.send((True, getattr(orders, name)(*args)))
+        except Exception:
+            line.send((False, traceback.format_exc()))
+
+
+class Notes:
+    """What trainers say in a file, one line each: what happened, at which step, on which rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, what: str, step: int, rank: int = 0, more: str = "") -> None:
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(file, f"{what} {step} {rank} {os.getpid()} {more}\n".encode())
+        os.close(file)
+
+    def read(self, *kinds: str, since: int = 0) -> list[tuple[int, int]]:
+        """Step and rank of all notes of these kinds, or of any, in order, but for the first so many notes."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        words = (line.split(maxsplit=4) for line in lines[since:])
+        return [(int(step), int(rank)) for what, step, rank, *_ in words if what in kinds or not kinds]
+
+    def last_pid(self) -> int:
+        """Who has restored last."""
+        return next(int(line.split()[3]) for line in reversed(self.path.read_text().splitlines()) if "restored" in line)
+
+    def highest(self, kind: str, rank: int, since: int = 0) -> int:
+        """The highest step that a rank has said this of."""
+        return max((step for step, by in self.read(kind, since=since) if by == rank), default=0)
+
+
+def train(root: str, notes: Path, rank: int = 0, ranks: int = 1, meeting: str = "", kind: str = "") -> None:
+    """Trains for ever and saves at every step, now and then without waiting for the one before."""
+    tell = Notes(notes)
+    if ranks > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=ranks)
+    model = inner = Counting()
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(inner)  # type: ignore[assignment]
+    elif kind == "fsdp":
+        fully_shard(inner)
+    checkpointer = Checkpointer(root, model=model, interval=None, keep=3)
+    began = {name: _local(weight).clone() for name, weight in inner.state_dict().items()}
+    restored = checkpointer.restore()
+    for name, weight in inner.state_dict().items():
+        assert _local(weight).equal(began[name] + checkpointer.step), f"{name} is not that of step {checkpointer.step}"
+    tell.add("restored", checkpointer.step, rank, restored.tier if restored else "nothing")
+    _train_on(checkpointer, inner, tell, rank)
+
+
+def _train_on(checkpointer: Checkpointer, model: Counting, tell: Notes, rank: int) -> None:
+    chance = random.Random(checkpointer.step)  # the same on all ranks
+    for step, _ in headway.current().steps(itertools.count(), start=checkpointer.step):
+        model.train_step()
+        save = checkpointer.save(step + 1)
+        tell.add("staged", step + 1, rank)
+        if chance.random() < 0.5:
+            try:
+                save.wait()
+                tell.add("saved", step + 1, rank)
+            except SaveFailed as error:
+                tell.add("failed", step + 1, rank, str(error))
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[no-any-return]
+
+
+# --- watching ---------------------------------------------------------------------------------------------------------
+
+
+def wait_for(what: Callable[[], Any], alive: "BaseProcess | subprocess.Popen[str] | None" = None) -> Any:
+    """What the function returns once that is something."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        if found := what():
+            return found
+        ended = alive.exitcode if isinstance(alive, BaseProcess) else alive.poll() if alive else None
+        assert ended is None, f"the process ended before, with {ended}"
+        time.sleep(0.002)
+    raise AssertionError("it never happened")
+
+
+def newest(root: str | os.PathLike[str]) -> catalog.Checkpoint | None:
+    return catalog.newest(open_storage(root))
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], Path(sys.argv[2]))
