@@ -421,9 +421,8 @@ def test_what_was_saved_before_the_trainer_was_killed_is_committed_even_if_the_k
             trainer.train(3)
             trainer.save(3)
             trainer.die()
-    for step in (2, 3):
-        wait_for(lambda: folder_of(root, step).joinpath(".metadata").exists())  # noqa: B023
-        assert has(folder_of(root, step), step)
+    wait_for(lambda: all(folder_of(root, step).joinpath(".metadata").exists() for step in (2, 3)))
+    assert all(has(folder_of(root, step), step) for step in (2, 3))
 
 
 def save_by_torch_and_die(root: str) -> None:

@@ -132,6 +132,8 @@ class Link:
         with self._changed:
             self._pending[task["tag"]] = task
             self._wire.send({"do": "save", "task": task})
+        if self._over:
+            self._give_up(self._over)
 
     def take_over(self, tag: str) -> None:
         """A save that `arenas` told of, whose trainer has died, is now this one's: should the keeper die, the next one
