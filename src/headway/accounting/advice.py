@@ -53,6 +53,8 @@ def _slow_imports(ledger: Ledger) -> str:
     took: dict[str, float] = {}
     for _, told in _told(ledger, Told.IMPORTS):
         for module, seconds in told.get("seconds", {}).items():
+            if module.startswith("headway"):  # what it brings with it is torch's, and needed
+                continue
             took[module] = max(took.get(module, 0.0), seconds)
     slowest = sorted(took, key=lambda module: -took[module])[:3]
     return ", ".join(f"{module} {took[module]:.1f} s" for module in slowest)

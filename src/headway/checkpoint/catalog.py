@@ -183,12 +183,13 @@ def _problem(storage: Storage, name: str, shard: Shard, progress: Progress | Non
     return None
 
 
-def once_committed(storage: Storage) -> list[Checkpoint]:
-    """Those that are committed or were, the oldest first: `latest` names none that was not."""
+def once_committed(storage: Storage, listing: list[Checkpoint] | None = None) -> list[Checkpoint]:
+    """Those that are committed or were, the oldest first: `latest` names none that was not. Of a listing, if there is
+    one."""
     latest = ""
     with suppress(FileNotFoundError):
         latest = storage.read(LATEST).decode(errors="replace")
-    found = checkpoints(storage)
+    found = checkpoints(storage) if listing is None else listing
     return [each for each in found if each.state in ("committed", "damaged") or each.name == latest]
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from headway.checkpoint.arena import Arena
 from headway.checkpoint.history import History
 from headway.checkpoint.layout import step_folder
 from headway.checkpoint.position import Resumable, rng_state, set_rng_state
+from headway.checkpoint.ranks import PeerLost
 from headway.checkpoint.reader import BadCheckpoint, Reader, Source
 from headway.checkpoint.retention import Retention
 from headway.checkpoint.schedule import Schedule, schedule
@@ -111,15 +112,13 @@ class Checkpointer:
         return self
 
     def __exit__(self, problem: type[BaseException] | None, *more: object) -> None:
-        """Saves what was trained since the last save, unless something went wrong or saving is left to you."""
-        if problem is None and self._saves_itself and self.step > self._saved_step:
-            self._attempt(lambda: self.save(wait=True))
-        self.close()
+        self.close() if problem is None else self._end()
 
     # --- saving ---
 
     def after(self, step: int, metric: float | None = None) -> None:
         """Call after every step, on all ranks. Saves when it pays, and raises only when saving has failed too often."""
+        self._check_open()
         self.step = step + 1
         self._take_events()
         if self._writer.reached(step) and not self._is_prepared:
@@ -134,6 +133,7 @@ class Checkpointer:
     def save(self, step: int | None = None, *, metric: float | None = None, wait: bool = False) -> Save:
         """Saves now, durably. `step` is the one that training would go on with. Waits for an earlier save's upload if
         the memory is still in use; with `wait`, also for its own."""
+        self._check_open()
         save = self._save(self.step if step is None else step, metric, durable=True, may_skip=False)
         assert save is not None
         if wait:
@@ -165,6 +165,8 @@ class Checkpointer:
         """What a save returns; if it fails, that is told, and training goes on."""
         try:
             return do()
+        except PeerLost:
+            raise
         except Exception as error:  # a job that trains is worth more than one checkpoint; the budget bounds it
             self._count_failure(f"{type(error).__name__}: {error}")
             return None
@@ -215,6 +217,10 @@ class Checkpointer:
         self._failed, self._failure = self._failed + 1, why
         self._run.mark(Told.CHECKPOINT_FAILED, why=clean_text(why), failures=self._failed)
         _say(f"a checkpoint was not saved ({why}). Training goes on; the last one that was committed is safe.")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this Checkpointer is closed. Make another one to go on saving.")
 
     def _say_mode(self) -> None:
         if not self._told_mode and self._writer.mode:
@@ -267,7 +273,7 @@ class Checkpointer:
         return candidates[min(self._run.skip_checkpoints, max(len(candidates) - 1, 0)) :]
 
     def _stored(self) -> list[tuple[str, int, str]]:
-        found = catalog.once_committed(self._writer.storage)
+        found = catalog.once_committed(self._writer.storage, self._writer.take_listing())
         # One that is damaged turns out to be bad when it is read: it is reported then, and never silently trained over.
         return [(each.tag, each.step or 0, each.name) for each in found]
 
@@ -300,11 +306,7 @@ class Checkpointer:
         usable = [arena for arena in arenas if any(held.tag == candidate.tag for held in arena.held())]
         source = Source(tag=candidate.tag, arenas=usable, local=self._writer.local, folder=candidate.folder)
         if candidate.stored:
-            source = replace(source, storage=self._writer.storage)
-            found = catalog.find(self._writer.storage, candidate.folder)
-            source.manifest = found.manifest
-            if found.manifest is None and not candidate.in_memory:
-                raise BadCheckpoint(catalog.verify(self._writer.storage, found)[0])
+            source.storage = self._writer.storage
         return source
 
     def _load(self, source: Source) -> None:
@@ -357,7 +359,13 @@ class Checkpointer:
         return done
 
     def close(self) -> None:
-        """Waits for the uploads, and gives the memory back."""
+        """The end, on all ranks: saves what was trained since the last save, unless saving is left to you (`interval`
+        is None), waits for the uploads, and gives the memory back."""
+        if not self._closed and self._saves_itself and self.step > self._saved_step:
+            self._attempt(lambda: self.save(wait=True))
+        self._end()
+
+    def _end(self) -> None:
         if self._closed:
             return
         self._closed = True
@@ -369,7 +377,7 @@ class Checkpointer:
     def _leave(self) -> None:
         """The process ends: after a failure the memory is held for the next one, and what is uploaded goes on."""
         if getattr(sys, "last_value", None) is None and not self._run.status:
-            self.close()
+            self._end()
 
 
 def _resumable(loader: Any, skipping: Callable[[], Any]) -> Any:

@@ -142,7 +142,7 @@ class Keeper:
         if message["session"] and others:
             owner = (self.lease or {}).get("owner", {})
             whose = f"job {owner['job']} (process {owner['pid']})" if owner else f"another run ({others.pop()})"
-            client.wire.send({"refused": f"{whose} writes checkpoints to {self.root}"})
+            client.wire.send({"refused": f"{whose} writes checkpoints to {self.root}", "pid": owner.get("pid")})
             return
         client.session, client.rank, self.linger_s = message["session"], message["rank"], LINGER_S
         if message.get("lease"):

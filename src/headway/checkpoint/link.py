@@ -68,8 +68,8 @@ class Link:
             link.close()
             if answer is not None:
                 refused = refused or time.monotonic()
-                if time.monotonic() - refused > HANDOVER_S:
-                    raise Taken(f"{answer[0]['refused']}: two would mix theirs. Choose another folder, or stop it.")
+                if time.monotonic() - refused > HANDOVER_S or answer[0].get("pid") == os.getpid():
+                    raise Taken(_refused(answer[0]))
                 time.sleep(0.1)
         raise PlatformError(f"no keeper for the checkpoints in {self._root} came up within {UP_S:.0f} s.")
 
@@ -191,3 +191,9 @@ class Link:
         self._over = why
         for tag, task in list(self._pending.items()):
             self._take({"event": "failed", "tag": tag, "rank": task["rank"], "error": why})
+
+
+def _refused(answer: dict[str, Any]) -> str:
+    if answer.get("pid") == os.getpid():
+        return "this process has another Checkpointer on that folder: `close` it first, or choose another folder."
+    return f"{answer['refused']}: two would mix theirs. Choose another folder, or stop it."

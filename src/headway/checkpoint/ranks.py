@@ -1,6 +1,7 @@
 """The ranks that save together, and what they tell each other. With one rank, nothing is sent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,6 +14,10 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)
 """As long as a rank may be late."""
+
+
+class PeerLost(RuntimeError):
+    """Another rank is gone: nothing can be agreed on any more, nor trained. Its text is that of the backend."""
 
 
 class Elsewhere(HeadwayError):
@@ -39,7 +44,8 @@ class Ranks:
         if self._group is None:
             return list(numbers)
         sent = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
+        with _in_company():
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
         return [int(number) for number in sent.tolist()]
 
     def all(self, value: T) -> list[T]:
@@ -47,14 +53,16 @@ class Ranks:
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
+        with _in_company():
+            dist.all_gather_object(found, value, group=self._group)
         return found
 
     def of_first(self, make: Callable[[], T]) -> T:
         """What the first rank makes; its error, if it makes one, on all."""
         box: list[Any] = [_attempted(make) if self.is_first else None]
         if self._group is not None:
-            dist.broadcast_object_list(box, self._first, group=self._group)
+            with _in_company():
+                dist.broadcast_object_list(box, self._first, group=self._group)
         made: T = _unpacked(box[0], self.is_first)
         return made
 
@@ -64,14 +72,24 @@ class Ranks:
         if self._group is None:
             return divide([_unpacked(given, True)])[0]
         gathered: list[Any] | None = [None] * self.size if self.is_first else None
-        dist.gather_object(given, gathered, self._first, group=self._group)
+        with _in_company():
+            dist.gather_object(given, gathered, self._first, group=self._group)
         box: list[Any] = [None]
         parts = None
         if gathered is not None:
             made = _attempted(lambda: divide([_unpacked(told, True) for told in gathered]))
             parts = [(part, None) for part in made[0]] if made[1] is None else [made] * self.size
-        dist.scatter_object_list(box, parts, self._first, group=self._group)
+        with _in_company():
+            dist.scatter_object_list(box, parts, self._first, group=self._group)
         return _unpacked(box[0], self.is_first)
+
+
+@contextmanager
+def _in_company() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from error
 
 
 def _attempted(make: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -9,6 +9,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from headway.errors import HeadwayError
 
 _RECORD = b"archive/data/0"
 _HEAD = 8192
+_THREADS = 4
 
 
 class BadCheckpoint(HeadwayError):
@@ -53,10 +55,10 @@ class Source:
         for arena in self.arenas:
             if any(held.tag == self.tag for held in arena.held()):
                 return arena.metadata(self.tag)
-        if self.manifest is None or self.storage is None or self.manifest.metadata is None:
+        if self.storage is None or (manifest := self._known()).metadata is None:
             raise BadCheckpoint(f"nothing says what the save {self.tag} consists of")
         data = self.storage.read(_join(self.folder, METADATA))
-        _check(data, self.manifest.metadata, METADATA)
+        _check(data, manifest.metadata, METADATA)
         return data
 
     def open(self, name: str) -> tuple[str, Any]:
@@ -68,6 +70,16 @@ class Source:
         if (path := self._on_disk(name)) is not None:
             return "local", path
         return "remote" if self.storage and not self.storage.is_local else "disk", self._stored(name)
+
+    def _known(self) -> Manifest:
+        """What is stored; looked up when something is not in memory."""
+        if self.manifest is None:
+            assert self.storage is not None
+            found = catalog.find(self.storage, self.folder)
+            if found.manifest is None:
+                raise BadCheckpoint(catalog.verify(self.storage, found)[0])
+            self.manifest = found.manifest
+        return self.manifest
 
     def count(self, tier: str, size: int) -> None:
         self.used[tier] = self.used.get(tier, 0) + size
@@ -85,9 +97,9 @@ class Source:
             return None
 
     def _stored(self, name: str) -> Any:
-        if self.storage is None or self.manifest is None or name not in self.manifest.files:
+        if self.storage is None or name not in (manifest := self._known()).files:
             raise BadCheckpoint(f"{name} is neither in memory nor stored")
-        shard, where = self.manifest.files[name], _join(self.folder, name)
+        shard, where = manifest.files[name], _join(self.folder, name)
         try:
             if self.storage.is_local:
                 return _mapped(Path(self.storage.url) / where, shard, name)
@@ -189,14 +201,16 @@ class Reader(StorageReader):
             if index is None or index not in metadata.storage_data:
                 return False
             by_file.setdefault(metadata.storage_data[index].relative_path, []).append((index, container, key))
-        on_device = False
-        for file, items in by_file.items():
-            tier, data = self.source.open(file)
-            for index, container, key in items:
-                on_device |= self._load_item(data, index, container, key)
-                self.source.count(tier, metadata.storage_data[index].length)
-        if on_device:
-            torch.accelerator.synchronize()
+        with _copiers() as copiers:
+            copies = []
+            for file, items in by_file.items():
+                tier, data = self.source.open(file)
+                for index, container, key in items:
+                    copies += [copiers.submit(_copy, *pair) for pair in self._load_item(data, index, container, key)]
+                    self.source.count(tier, metadata.storage_data[index].length)
+            under_way = [copy.result() for copy in copies]
+            if any(under_way):
+                torch.accelerator.synchronize()
         return True
 
     def _place_of(self, name: str, value: Any, known: dict[Any, Any]) -> MetadataIndex | None:
@@ -204,7 +218,7 @@ class Reader(StorageReader):
         told = self._tensors.get(name)
         if not isinstance(told, TensorStorageMetadata):
             return None if told is None or isinstance(value, torch.Tensor) else MetadataIndex(name)
-        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor):
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor) or told.size != value.shape:
             return None
         offsets, sizes = torch.Size([0] * value.ndim), value.shape
         if isinstance(value, DTensor):
@@ -217,19 +231,34 @@ class Reader(StorageReader):
         is_saved = any(chunk.offsets == offsets and chunk.sizes == sizes for chunk in told.chunks)
         return MetadataIndex(name, offsets) if is_saved else None
 
-    def _load_item(self, data: Any, index: MetadataIndex, container: Any, key: Any) -> bool:
+    def _load_item(
+        self, data: Any, index: MetadataIndex, container: Any, key: Any
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Loads a value; of a tensor, returns what is to be copied where."""
         place, value = self._storage_data[index], container[key]
         if isinstance(value, torch.Tensor):
             target = (value.to_local() if isinstance(value, DTensor) else value).detach()
-            target.copy_(_tensor(data, place.offset, place.length, *self._kind(index)), non_blocking=True)
-            return target.device.type != "cpu"
+            return [(target, _tensor(data, place.offset, place.length, *self._kind(index)))]
         packed = io.BytesIO(data[place.offset : place.offset + place.length])
         container[key] = torch.load(packed, weights_only=False)
-        return False
+        return []
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _copiers() -> ThreadPoolExecutor:
+    """Copy a few tensors at a time: torch may have one thread only, and every page of a mapping is new."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    return ThreadPoolExecutor(max(1, min(_THREADS, cores)), "headway-restore")
+
+
+@torch.no_grad()
+def _copy(target: torch.Tensor, found: torch.Tensor) -> bool:
+    """True if it may still be under way, on a device."""
+    target.copy_(found, non_blocking=True)
+    return target.device.type != "cpu"
 
 
 def stored(path: str) -> Source:

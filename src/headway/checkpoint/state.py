@@ -6,6 +6,7 @@ which takes longer than the copy of a small state; here they are found once, and
 not agree, torch's are used.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,10 @@ class TrainingState:
             state["model"] = self._model_state()
         if self.optimizers:
             state["optimizer"] = self._optimizer_state()
-        return state | {name: _packed(part.state_dict()) for name, part in self.parts.items()}
+        for name, part in self.parts.items():
+            rest, tensors = _divided(part.state_dict())
+            state |= {name: tensors, f"{_REST}.{name}": (rest,)} if tensors else {name: (rest,)}
+        return state
 
     def _known_names(self) -> dict[int, str] | None:
         if self.model is None:
@@ -100,7 +104,14 @@ class TrainingState:
             state["model"] = self._model_state()
         if self.optimizers:
             state["optimizer"] = self._new_optimizer_state(metadata) or self._optimizer_state()
-        return state | {name: _packed(part.state_dict()) for name, part in self.parts.items()}
+        for name, part in self.parts.items():
+            state[name] = ()
+            if f"{_REST}.{name}" in metadata.state_dict_metadata:
+                saved = metadata.state_dict_metadata
+                live, keys = _divided(part.state_dict())[1], [key for key in saved if key.startswith(f"{name}.")]
+                state[name] = {key[len(name) + 1 :]: _room(saved[key], live.get(key[len(name) + 1 :])) for key in keys}
+                state[f"{_REST}.{name}"] = ()
+        return state
 
     def _new_optimizer_state(self, metadata: Metadata) -> dict[str, Any] | None:
         if self._names is None or any(optimizer.state for optimizer in self.optimizers):
@@ -129,20 +140,35 @@ class TrainingState:
         if self.optimizers:
             self._apply_optimizer(state["optimizer"])
         for name, part in self.parts.items():
-            part.load_state_dict(_unpacked(state[name]))
+            tensors = state[name] if f"{_REST}.{name}" in state else {}
+            part.load_state_dict(_joined(state[f"{_REST}.{name}"][0] if tensors else state[name][0], tensors))
 
     def _apply_optimizer(self, state: Mapping[str, Any]) -> None:
         assert self.model is not None
         if self._names is None:
             set_optimizer_state_dict(self.model, self.optimizers, dict(state))
             return
-        groups = iter(state["param_groups"])
-        for optimizer in self.optimizers:
+        divided = [(optimizer, self._saved_groups(optimizer, state)) for optimizer in self.optimizers]
+        if any(groups is None for _, groups in divided):
+            set_optimizer_state_dict(self.model, self.optimizers, dict(state))
+            return
+        for optimizer, groups in divided:
             numbers = {name: number for number, name in enumerate(self._names_in(optimizer))}
             saved = {numbers[name]: values for name, values in state["state"].items() if name in numbers}
-            its = [next(groups) for _ in optimizer.param_groups]
-            its = [group | {"params": [numbers[name] for name in group["params"]]} for group in its]
-            optimizer.load_state_dict({"state": saved, "param_groups": its})
+            optimizer.load_state_dict({"state": saved, "param_groups": groups})
+
+    def _saved_groups(self, optimizer: Optimizer, state: Mapping[str, Any]) -> list[Any] | None:
+        """The saved groups in the optimizer's order, by the names in them; None if they are divided otherwise."""
+        assert self._names is not None
+        found, first = [], 0
+        for group in optimizer.param_groups:
+            names = {self._names[id(parameter)] for parameter in group["params"]}
+            like = [saved for saved in state["param_groups"] if set(saved["params"]) == names]
+            if len(like) != 1:
+                return None
+            found.append(like[0] | {"params": list(range(first, first + len(group["params"])))})
+            first += len(group["params"])
+        return found
 
     def _names_in(self, optimizer: Optimizer) -> list[str]:
         assert self._names is not None
@@ -200,16 +226,40 @@ def _empty(saved: Any, parameter: torch.Tensor | None) -> tuple[Any] | None:
     return (torch.empty_like(parameter, dtype=saved.properties.dtype, requires_grad=False),)
 
 
-def _packed(state: Any) -> Any:
-    """As it is where it has tensors; else one value, whatever its structure becomes."""
-    return state if _has_tensors(state) else (state,)
+_REST = "headway.parts"
+_TENSOR = "headway.tensor"
 
 
-def _unpacked(state: Any) -> Any:
-    return state[0] if isinstance(state, tuple) else state
+def _divided(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A state's tensors by their paths, and the rest with those paths in their place: one value, whatever its structure
+    becomes, that keeps numbers for keys."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def rest(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors[path] = value
+            return {_TENSOR: path}
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, rest(part, f"{path}.{key}" if path else str(key))) for key, part in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(rest(part, f"{path}.{number}") for number, part in enumerate(value))
+        return value
+
+    return rest(state, ""), tensors
 
 
-def _has_tensors(state: Any) -> bool:
-    if isinstance(state, Mapping):
-        return any(_has_tensors(value) for value in state.values())
-    return isinstance(state, torch.Tensor) or (isinstance(state, list) and any(map(_has_tensors, state)))
+def _joined(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if type(rest) in (dict, OrderedDict):
+        if rest.keys() == {_TENSOR}:
+            return tensors[rest[_TENSOR]]
+        return type(rest)((key, _joined(part, tensors)) for key, part in rest.items())
+    if type(rest) in (list, tuple):
+        return type(rest)(_joined(part, tensors) for part in rest)
+    return rest
+
+
+def _room(saved: Any, live: torch.Tensor | None) -> torch.Tensor:
+    """Where to load a tensor: in place, where there is one of its size."""
+    if live is not None and live.shape == saved.size:
+        return live
+    return torch.empty(saved.size, dtype=saved.properties.dtype)

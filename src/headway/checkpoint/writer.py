@@ -137,6 +137,7 @@ class Writer(StorageWriter, AsyncStager):
         self._last: str | None = None
         self._unfinished = False
         self.mode = ""
+        self._listing: list[catalog.Checkpoint] | None = None
         session, self.generation = self.ranks.of_first(self._begin)
         self.session = session
         owner = Owner.this(session, job, self._node)
@@ -152,13 +153,16 @@ class Writer(StorageWriter, AsyncStager):
         self._found = self.link.arenas()
         held = [generation_of(held.tag) for arena, _ in self._found for held in arena.held()]
         self.generation = max([self.generation, *held])
-        for arena, _ in self._found:
-            if arena.shape.rank == self.ranks.rank:  # read from soon, and then written to
-                arena.prefault()
 
     def _begin(self) -> tuple[str, int]:
-        known = [generation_of(found.tag) for found in catalog.checkpoints(self.storage) if found.tag]
+        self._listing = catalog.checkpoints(self.storage)
+        known = [generation_of(found.tag) for found in self._listing if found.tag]
         return f"{os.urandom(6).hex()}", max(known, default=0)
+
+    def take_listing(self) -> list[catalog.Checkpoint] | None:
+        """What was stored when this run began, once: what was committed since then is in memory, too."""
+        listing, self._listing = self._listing, None
+        return listing
 
     def _claim(self, owner: Owner) -> tuple[Owner | None, str]:
         """Makes this run the one that writes here: now, or with its first checkpoint if the place is full."""
@@ -202,7 +206,7 @@ class Writer(StorageWriter, AsyncStager):
             self._complete = self._last
             self._give_back()
         assert look is not None
-        self._unfinished = True
+        self._unfinished, self._listing = True, None
         if stale:
             self._plan(look.planner)
             look.values = self._values(look.planner)

@@ -20,6 +20,9 @@ ROUND_S = (1, 5, 15, 60, 120, 300, 900, 1800, 3600, 2 * 3600, 6 * 3600, 24 * 360
 """Intervals as people set them."""
 
 ROWS = 12
+HARDLY = 50.0
+"""Percent wasted above which the formula is far off."""
+
 SAVING, LOST = COLOURS[Bucket.WASTE_CHECKPOINT_BLOCKING], COLOURS[Bucket.WASTE_REPEATED_STEPS]
 BEST = COLOURS[Bucket.TRAINING_EFFECTIVE]
 
@@ -40,7 +43,8 @@ def interval(
     Saving often costs the time that saves take; saving rarely, the work that failures take.
     """
     costs, per_s = _checked(blocking, inflation, upload, failures_per_day)
-    best, points = optimum(costs, per_s), curve(costs, per_s)
+    console = Console()
+    best, points = optimum(costs, per_s), curve(costs, per_s, max(11, min(61, console.width - 10)))
     neighbours = _neighbours(costs, per_s, best, points)
     if png is not None:
         _draw(png, costs, failures_per_day, best, points)
@@ -48,7 +52,6 @@ def interval(
         lists = {"neighbours": list(map(_row, neighbours)), "curve": list(map(_row, points))}
         click.echo(json.dumps(_row(best) | lists, indent=2))
         return
-    console = Console()
     console.print(
         _headline(best, costs), Text(), _chart(points, best), Text(), _table(neighbours, best, costs), sep="\n"
     )
@@ -93,6 +96,8 @@ def _headline(best: Interval, costs: Costs) -> Text:
         ("█ ", LOST), f"work lost to failures {best.lost_percent:.3g}%   ",
         ("▒ ", SAVING), f"saving {best.blocking_percent:.3g}%",
     )  # fmt: skip
+    if best.wasted_percent > HARDLY:
+        text.append("\n! such a job hardly makes progress, and the share is rough: make saves cheaper", "yellow")
     if best.interval_s == costs.end_to_end_s:
         text.append("\n! a save takes as long from end to end: more often, saves would queue", "yellow")
     return text
@@ -104,8 +109,8 @@ def _chart(points: list[Interval], best: Interval) -> Text:
     nearest = min(range(len(points)), key=lambda at: abs(math.log(points[at].interval_s / best.interval_s)))
     chart = Text()
     for row in range(ROWS, 0, -1):
-        label = f"{most * row / ROWS:.3g}%" if row % 4 == 0 else ""
-        chart.append(f"{label:>6} ┤" if label else "       │", "dim")
+        label = f"{most * row / ROWS:.{0 if most >= 100 else 1}f}%" if row % 4 == 0 else ""
+        chart.append(f"{label:>6.6} ┤" if label else "       │", "dim")
         for point in points:
             chart.append(*_cell(point, row - 0.5, most / ROWS))
         chart.append("\n")
