@@ -232,6 +232,13 @@ def prune(storage: Storage, retention: Retention, *, dry_run: bool = False) -> l
     return going
 
 
+def sweep(storage: Storage, name: str) -> None:
+    """Deletes what earlier saves have left in a committed folder."""
+    found = find(storage, name)
+    if found.state == "committed":
+        _sweep(storage, found, generation_of(found.tag))
+
+
 def _is_dead(tag: str, newest_generation: int) -> bool:
     """Whether nobody writes that save any more; one without a tag may have just begun."""
     return bool(tag) and generation_of(tag) < newest_generation

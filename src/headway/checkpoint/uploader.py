@@ -210,8 +210,11 @@ class Uploader:
                 self._newest = task["tag"]
                 catalog.set_latest(storage, task["folder"])
             # An earlier save that is still under way would be taken for the remains of one that failed.
-            if task["retention"] is not None and min(self._active) >= task["tag"]:
-                catalog.prune(storage, Retention(**task["retention"]))
+            if min(self._active) >= task["tag"]:
+                if task["retention"] is not None:
+                    catalog.prune(storage, Retention(**task["retention"]))
+                elif task["folder"]:
+                    catalog.sweep(storage, task["folder"])
 
     def _await_markers(self, storage: Storage, task: dict[str, Any]) -> dict[str, Shard]:
         until, patience_s, found = time.monotonic() + task["deadline_s"], 0.005, dict[int, dict[str, Shard]]()

@@ -4,9 +4,11 @@ It copies the state into an arena, where it already has the form of the file, an
 uploaded. The plan is torch's own planner's, made once, and again when shapes, placements or the number of ranks change.
 """
 
+import atexit
 import errno
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -131,7 +133,7 @@ class Writer(StorageWriter, AsyncStager):
         self._free = threading.Condition()
         self._staged: list[tuple[Save, weakref.ref[torch.Tensor] | None]] = []
         self._target = threading.local()
-        self._durable = self._has_others = False
+        self._durable = self._has_others = self._leaves_in_order = self._closed = False
         self._complete: str | None = None
         """The newest save that is known to be in memory on all ranks."""
         self._last: str | None = None
@@ -532,6 +534,9 @@ class Writer(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Waits for the uploads, and gives the memory back."""
+        if self._closed:
+            return
+        self._closed = True
         self.wait(DEADLINE_S)
         if self.ranks.is_first:
             with suppress(OSError):  # the others see that this process is gone, or wait a little
@@ -582,7 +587,9 @@ class Writer(StorageWriter, AsyncStager):
         """`stage` returns when all is copied."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+        if not self._leaves_in_order:  # with torch's functions alone, nobody else sees to it
+            self._leaves_in_order = True
+            atexit.register(_leave, weakref.ref(self))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -591,12 +598,16 @@ class Writer(StorageWriter, AsyncStager):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        folder = getattr(self._target, "folder", None) or ""
+        folder, self._target.folder = getattr(self._target, "folder", None) or "", None
         save = self._staged_for(planner) or self.save({}, folder=folder, step=_step_in(folder), planner=planner)
         assert save is not None
         if {piece.index for piece in save.image.pieces} != {item.index for item in plan.items}:
             self._abandon(save)
             raise InputError("this planner divides the state otherwise than the writer's. Give it to `Writer`, too.")
+        if save.folder not in (None, folder):
+            raise InputError(
+                f"it goes to {save.folder}, as `reset` has said before it was copied, and not to {folder}."
+            )
         if save.folder is None:
             save.folder = save.task["folder"] = folder
             save.task["step"] = save.step = _step_in(folder)
@@ -645,6 +656,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(part)
+
+
+def _leave(writer: "weakref.ref[Writer]") -> None:
+    """The program ends: well, and nobody will come back for the memory; or not, and then somebody may."""
+    if (found := writer()) is not None and getattr(sys, "last_value", None) is None:
+        found.close()
 
 
 def _pin(address: int, size: int) -> None:
