@@ -592,3 +592,96 @@ def test_a_script_that_raises_leaves_its_memory_for_the_next_one(root: Path, hom
     [told] = marks(home, "checkpoint_restored")
     assert (told["tier"], told["steps_lost"]) == ("memory", 5)
     assert open_job("j").ledger().attempts[0].attempt.failed
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved_and_left(root: Path, **parts: Any) -> None:
+    with headway.Checkpointer(root, interval=None, **parts) as checkpointer:
+        checkpointer.save(1, wait=True)
+
+
+def test_an_optimizer_with_its_parameters_in_another_order_gets_each_ones_own_state(root: Path, home: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    saved_and_left(root, model=model, optimizer=optimizer)
+    again = torch.optim.AdamW(list(model.parameters())[::-1])
+    with headway.Checkpointer(root, model=model, optimizer=again, interval=None) as checkpointer:
+        checkpointer.restore()
+    for parameter in model.parameters():
+        assert torch.equal(again.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_groups_that_changed_places_keep_their_own_settings(root: Path, home: Path) -> None:
+    model = nn.Linear(3, 3)
+    groups = [{"params": [model.weight], "weight_decay": 0.5}, {"params": [model.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    trained(model, optimizer)
+    saved_and_left(root, model=model, optimizer=optimizer)
+    again = torch.optim.AdamW([{"params": [model.bias]}, {"params": [model.weight]}])
+    with headway.Checkpointer(root, model=model, optimizer=again, interval=None) as checkpointer:
+        checkpointer.restore()
+    assert [group["weight_decay"] for group in again.param_groups] == [0.0, 0.5]
+    assert torch.equal(again.state[model.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+
+
+def test_a_part_whose_tensors_come_later_is_restored_with_all_of_them(root: Path, home: Path) -> None:
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(other.parameters())
+    trained(other, optimizer)
+    saved_and_left(root, discriminator=optimizer)
+    fresh = torch.optim.AdamW(other.parameters())
+    with headway.Checkpointer(root, discriminator=fresh, interval=None) as checkpointer:
+        checkpointer.restore()
+    assert fresh.state_dict()["state"].keys() == {0, 1}, "numbers stay numbers"
+    assert torch.equal(fresh.state[other.weight]["exp_avg_sq"], optimizer.state[other.weight]["exp_avg_sq"])
+
+
+def test_a_model_of_another_size_is_refused(root: Path, home: Path) -> None:
+    saved_and_left(root, model=nn.Linear(4, 8))
+    checkpointer = headway.Checkpointer(root, model=nn.Linear(4, 4), interval=None)
+    with pytest.raises(BadCheckpoint, match="Size mismatch"):
+        checkpointer.restore()
+    checkpointer.close()
+
+
+def test_close_saves_what_is_left_and_then_it_is_over(root: Path, home: Path) -> None:
+    checkpointer = headway.Checkpointer(root, model=nn.Linear(2, 2), interval=100)
+    for step in range(7):
+        checkpointer.after(step)
+    checkpointer.close()
+    assert [each.step for each in catalog.checkpoints(open_storage(root))] == [7]
+    with pytest.raises(InputError, match="closed"):
+        checkpointer.save(8)
+    with pytest.raises(InputError, match="closed"):
+        checkpointer.after(8)
+
+
+def dropped_out(root: Path, until: int) -> list[float]:
+    """Goes through data from where it was left, up to a step; what dropout has made of each batch."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    torch.manual_seed(0)
+    loader = StatefulDataLoader(TensorDataset(torch.arange(40.0)), batch_size=4, shuffle=True)
+    found = []
+    with headway.Checkpointer(root, model=nn.Linear(2, 2), loader=loader, interval=None) as checkpointer:
+        checkpointer.restore()
+        for step, (batch,) in enumerate(checkpointer.loader, checkpointer.step):
+            found.append(float(nn.functional.dropout(batch).sum()))
+            if step + 1 == until:
+                checkpointer.save(until, wait=True)
+                break
+    return found
+
+
+@pytest.mark.needs_package("torchdata")
+def test_a_loader_with_a_position_of_its_own_goes_on_and_disturbs_no_dropout(root: Path, home: Path) -> None:
+    whole = dropped_out(root / "whole", 10)
+    assert dropped_out(root / "parts", 4) + dropped_out(root / "parts", 10) == whole
+    end_keepers(root)

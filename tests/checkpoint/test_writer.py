@@ -529,3 +529,32 @@ def test_a_copy_that_fails_on_one_rank_is_not_committed_and_not_waited_for(root:
     assert second.startswith("rank 1: RuntimeError: the device is gone")
     assert said.count("saved 3") == 2
     assert [each.name for each in catalog.checkpoints(open_storage(root)) if each.state == "committed"] == ["f1", "f3"]
+
+
+def test_a_destination_serves_once(make: Callable[..., Writer], root: Path) -> None:
+    writer = make()
+    dcp.save({"value": torch.tensor(7.0)}, storage_writer=writer, checkpoint_id=root / "step-7")
+    dcp.async_save(
+        {"value": torch.tensor(8.0)}, storage_writer=writer, async_stager=writer, checkpoint_id=root / "step-8"
+    ).result()
+    for step in (7, 8):
+        state = {"value": torch.tensor(0.0)}
+        dcp.load(state, checkpoint_id=root / f"step-{step}")
+        assert state["value"] == step
+
+
+def test_another_destination_than_reset_has_said_is_an_error(make: Callable[..., Writer], root: Path) -> None:
+    writer = make()
+    writer.reset(root / "step-8")
+    saved = dcp.async_save({"value": torch.ones(2)}, storage_writer=writer, async_stager=writer,
+                           checkpoint_id=root / "step-9")  # fmt: skip
+    with pytest.raises(BaseException, match="goes to step-8"):
+        saved.result()
+
+
+def test_what_a_save_replaced_is_swept(make: Callable[..., Writer], root: Path) -> None:
+    writer = make()
+    for _ in range(3):
+        dcp.save({"value": torch.ones(2)}, storage_writer=writer, checkpoint_id=root / "same")
+    writer.close()
+    assert len(list((root / "same").glob("*.distcp"))) == 1

@@ -21,7 +21,7 @@ from headway.checkpoint import catalog
 from headway.checkpoint.arena import Arena
 from headway.checkpoint.history import History
 from headway.checkpoint.layout import step_folder
-from headway.checkpoint.position import Resumable, rng_state, set_rng_state
+from headway.checkpoint.position import Resumable, Undisturbing, rng_state, set_rng_state
 from headway.checkpoint.ranks import PeerLost
 from headway.checkpoint.reader import BadCheckpoint, Reader, Source
 from headway.checkpoint.retention import Retention
@@ -86,7 +86,7 @@ class Checkpointer:
         self._training = TrainingState(model, optimizer, parts)
         self._run, self._budget = run or current(), failures
         self.loader = _resumable(loader, lambda: self._run.span(Activity.DATA_SKIP))
-        """What to iterate: the loader itself, or around a plain one something that knows its position."""
+        """What to iterate: a thin layer around the loader that keeps its position, where it does not do so itself."""
         retention = keep if isinstance(keep, Retention) else Retention(keep_last=keep)
         self._events: list[tuple[str, Save | None, dict[str, Any]]] = []
         self._lock = threading.Lock()
@@ -381,9 +381,10 @@ class Checkpointer:
 
 
 def _resumable(loader: Any, skipping: Callable[[], Any]) -> Any:
-    if loader is None or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        return loader
-    return Resumable(loader, skipping)
+    if loader is None:
+        return None
+    has_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return Undisturbing(loader) if has_position else Resumable(loader, skipping)
 
 
 def _problem(error: BaseException) -> str:

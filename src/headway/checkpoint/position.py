@@ -140,6 +140,32 @@ class Resumable:
         return known or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
 
 
+class Undisturbing:
+    """A loader that keeps its own position, and disturbs no random numbers when it goes on from there: the epoch had
+    drawn what it needs when it began."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._going_on = loader, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_loader"), name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        before = _host_rng_state() if self._going_on else None
+        batches: Iterator[Any] = iter(self._loader)
+        if before is not None:
+            _set_host_rng_state(before)
+        self._going_on = False
+        return batches
+
+    def load_state_dict(self, state: Any) -> None:
+        self._loader.load_state_dict(state)
+        self._going_on = True
+
+
 class _Rest:
     """The order of a loader without its beginning, none of whose samples is loaded."""
 
@@ -259,4 +285,4 @@ def _accelerator() -> tuple[str, Any]:
     return ("", None) if device is None else (device.type, torch.get_device_module(device))
 
 
-__all__ = ["Resumable", "rng_state", "set_rng_state"]
+__all__ = ["Resumable", "Undisturbing", "rng_state", "set_rng_state"]
