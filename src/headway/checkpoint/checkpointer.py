@@ -216,7 +216,7 @@ class Checkpointer:
     def _count_failure(self, why: str) -> None:
         self._failed, self._failure = self._failed + 1, why
         self._run.mark(Told.CHECKPOINT_FAILED, why=clean_text(why), failures=self._failed)
-        _say(f"a checkpoint was not saved ({why}). Training goes on; the last one that was committed is safe.")
+        _say(f"a checkpoint was not saved ({why}). Training goes on; what was committed before is safe.")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -298,7 +298,8 @@ class Checkpointer:
         if problems:
             raise BadCheckpoint(
                 f"none of the checkpoints in {self._writer.storage.url} can be restored ({' | '.join(problems)}). "
-                f"Nothing was trained over them: look with `headway checkpoint verify`, or choose another folder."
+                f"Nothing was trained over them. `headway checkpoint verify` tells whether they are damaged; if not, and "
+                f"the program has changed since, leave out what is new once, or load it yourself with dcp.load."
             )
         return None
 

@@ -45,6 +45,7 @@ def _milestones(committed: Sequence["Checkpoint"], every: int | None) -> set[str
     first = {}
     for each in sorted(committed, key=lambda each: each.step or 0, reverse=True):
         first[(each.step or 0) // (every or 1)] = each.name
+    first.pop(0, None)  # before the first multiple
     return set(first.values()) if every else set()
 
 
