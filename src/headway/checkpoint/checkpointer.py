@@ -125,8 +125,12 @@ class Checkpointer:
             self.prepare()
         due = self._schedule.after(step, time.monotonic())
         if due is not None:
+            failed = self._failed
             save = self._attempt(lambda: self._save(step + 1, metric, durable=due.durable, may_skip=due.may_skip))
-            self._schedule.saved(save is not None, save.blocked_s if save else 0.0, time.monotonic(), due.durable)
+            if save is None and self._failed > failed:
+                self._schedule.failed(time.monotonic())
+            else:
+                self._schedule.saved(save is not None, save.blocked_s if save else 0.0, time.monotonic(), due.durable)
         if self._failed >= self._budget:
             raise SaveFailed(f"{self._failed} saves in a row have failed, the last one because {self._failure}.")
 
@@ -226,7 +230,7 @@ class Checkpointer:
         if not self._told_mode and self._writer.mode:
             self._told_mode = True
             text = self._writer.mode_text()
-            if self._writer.mode == "streaming":
+            if self._writer.mode == "streaming" or self._writer.has_several_nodes:
                 self._schedule.without_memory()
             self._run.mark("note", text=text)
             if self._ranks.is_first:
@@ -260,7 +264,8 @@ class Checkpointer:
         everywhere = {entry for entries in self._ranks.all(here) for entry in entries}
         stored = self._ranks.of_first(self._stored)
         steps = {tag: step for tag, step, _, _ in everywhere}
-        in_memory = {tag for tag, _, world_size, _ in everywhere if _is_complete(tag, world_size, everywhere)}
+        mine = {tag for tag, _, world_size, _ in here if _is_complete(tag, world_size, set(here))}
+        in_memory = set.intersection(*self._ranks.all(mine))
         found_stored = {tag: (step, name) for tag, step, name in stored}
         candidates = [
             Candidate(
@@ -298,8 +303,8 @@ class Checkpointer:
         if problems:
             raise BadCheckpoint(
                 f"none of the checkpoints in {self._writer.storage.url} can be restored ({' | '.join(problems)}). "
-                f"Nothing was trained over them. `headway checkpoint verify` tells whether they are damaged; if not, and "
-                f"the program has changed since, leave out what is new once, or load it yourself with dcp.load."
+                f"Nothing was trained over them. `headway checkpoint verify` tells whether they are damaged; if not, "
+                f"and the program has changed since, leave out what is new once, or load it yourself with dcp.load."
             )
         return None
 
@@ -362,7 +367,9 @@ class Checkpointer:
     def close(self) -> None:
         """The end, on all ranks: saves what was trained since the last save, unless saving is left to you (`interval`
         is None), waits for the uploads, and gives the memory back."""
-        if not self._closed and self._saves_itself and self.step > self._saved_step:
+        # Inside `finally`, after an exception, the other ranks are elsewhere.
+        is_due = not self._closed and self._saves_itself and sys.exc_info()[0] is None
+        if is_due and self._ranks.highest(int(self.step > self._saved_step))[0]:
             self._attempt(lambda: self.save(wait=True))
         self._end()
 

@@ -13,6 +13,7 @@ PATIENCE_S = 900.0
 """How long the end of a job waits for its last uploads."""
 
 _LOOK_S = 1.0
+_ANSWER_S = 10.0
 _FOLDER = "keepers"
 
 
@@ -66,11 +67,12 @@ class Guard:
             if held is not None:
                 self._wires.pop(root).close()
             if (link := wire.connect(root)) is not None:
-                if link.send({"do": "hello", "session": "", "rank": -1}) and link.receive() is not None:
+                hello = link.send({"do": "hello", "session": "", "rank": -1}) and link.has_message(_ANSWER_S)
+                if hello and link.receive() is not None:
                     self._wires[root] = link
                 else:
                     link.close()
 
     def _is_busy(self, link: Wire) -> bool:
-        answer = link.receive() if link.send({"do": "busy"}) else None
+        answer = link.receive() if link.send({"do": "busy"}) and link.has_message(_ANSWER_S) else None
         return answer is not None and bool(answer[0]["busy"])

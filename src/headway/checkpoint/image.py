@@ -56,10 +56,6 @@ class Image:
     size: int
 
 
-class Outgrown(Exception):
-    """A pickled value no longer fits where the plan has put it: the plan has to be made again."""
-
-
 def draw(plan: SavePlan, planner: SavePlanner) -> Image:
     """The image of a rank's plan."""
     pieces, constant, end = [], [], 0

@@ -206,7 +206,8 @@ class Keeper:
             self._over(task, {"event": "failed", "error": why})
             return
         self._start_uploader()
-        self._tell_uploader({"task": task.told, "shape": asdict(arena[0])}, arena[1])
+        told = task.told | {"stored": task.is_uploaded}  # its memory may hold another one by now
+        self._tell_uploader({"task": told, "shape": asdict(arena[0])}, arena[1])
 
     def _over(self, task: Task, message: dict[str, Any]) -> None:
         self.tasks.pop(task.key, None)
@@ -261,7 +262,7 @@ class Keeper:
         with suppress(ChildProcessError):
             os.waitpid(self.uploader_pid, 0)
         for task in list(self.tasks.values()):
-            if task.told["streams"]:  # what it had read of it is gone
+            if task.told["streams"] and not task.is_uploaded:  # what it had read of it is gone
                 self._over(task, {"event": "failed", "error": "the uploader died", "died": True})
             else:
                 self._upload(task)

@@ -37,9 +37,10 @@ _TAG = re.compile(r"[0-9a-f]{12}")
 _STEP = re.compile(r"step-(\d+)")
 
 
-def new_tag(generation: int) -> str:
-    """What the files of one save have in their names. Tags sort as generations do; all have the same length."""
-    return f"{generation:08x}{secrets.token_hex(2)}"
+def new_tag(generation: int, run: str = "") -> str:
+    """What the files of one save have in their names. Tags sort as generations do; all have the same length. `run` has
+    four digits that are a run's own."""
+    return f"{generation:08x}{run or secrets.token_hex(2)}"
 
 
 def generation_of(tag: str) -> int:

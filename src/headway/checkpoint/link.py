@@ -62,10 +62,15 @@ class Link:
                 self._start_keeper()
                 time.sleep(0.01)
                 continue
+            if link.peer()[1] != os.getuid():
+                raise PlatformError(
+                    f"another user listens where the keeper of {self._root} should. Choose another folder."
+                )
             answer = link.receive() if link.send(self._hello) else None
             if answer is not None and "refused" not in answer[0]:
                 return link
             link.close()
+            time.sleep(0.01)
             if answer is not None:
                 refused = refused or time.monotonic()
                 if time.monotonic() - refused > HANDOVER_S or answer[0].get("pid") == os.getpid():

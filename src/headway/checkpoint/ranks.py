@@ -31,7 +31,9 @@ class Ranks:
         self.rank, self.size, self._group = 0, 1, None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             members = dist.get_process_group_ranks(group or dist.group.WORLD)
-            self._group = dist.new_group(members, backend="gloo", timeout=TIMEOUT)
+            # Groups that are made at the same time for different ranks must not have the same name.
+            alone = group is not None
+            self._group = dist.new_group(members, TIMEOUT, backend="gloo", use_local_synchronization=alone)
             self.rank, self.size = dist.get_rank(self._group), len(members)
             self._first = members[0]
 

@@ -42,6 +42,9 @@ class Schedule:
     def saved(self, done: bool, blocked_s: float, now: float, durable: bool) -> None:
         """What was due was done, or skipped because the one before it is still being uploaded."""
 
+    def failed(self, now: float) -> None:
+        """What was due could not be done on this rank; the others may have done it."""
+
     def uploaded(self, now: float) -> None:
         """The last durable save has come to its end."""
 
@@ -143,6 +146,10 @@ class Timed(Schedule):
         self._since_durable = 0 if durable else self._since_durable + 1
         if durable:
             self._uploads.append(now)
+
+    def failed(self, now: float) -> None:
+        self._before, self._skips = now, 0
+        self._saved_at = (self._step, now)
 
     def uploaded(self, now: float) -> None:
         if self._uploads:

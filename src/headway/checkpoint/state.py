@@ -38,6 +38,9 @@ class TrainingState:
 
     def capture(self) -> dict[str, Any]:
         """The state by name, with the very tensors that training goes on to change."""
+        names = self._names
+        if names is not None and any(id(parameter) not in names for parameter in self._parameters()):
+            self._names = self._known_names()  # a group was added
         state: dict[str, Any] = {}
         if self.model is not None:
             state["model"] = self._model_state()
@@ -79,14 +82,14 @@ class TrainingState:
     def _optimizer_state(self) -> dict[str, Any]:
         assert self.model is not None
         names = self._names
-        if names is None or not any(optimizer.state for optimizer in self.optimizers):
+        if names is None:
             return get_optimizer_state_dict(self.model, self.optimizers)
         state: dict[str, Any] = {"state": {}, "param_groups": []}
         for optimizer in self.optimizers:
             state["state"] |= {names[id(parameter)]: values for parameter, values in optimizer.state.items()}
             for group in optimizer.param_groups:
                 state["param_groups"].append(group | {"params": [names[id(each)] for each in group["params"]]})
-        if not self._checked:
+        if not self._checked and state["state"]:  # without any, torch would have the optimizer take a step
             self._checked = True
             theirs = get_optimizer_state_dict(self.model, self.optimizers)
             if not _is_alike(state, theirs):

@@ -118,12 +118,13 @@ class Uploader:
                 storage.write(_join(task["folder"], METADATA), arena.metadata(task["tag"]))
             self._finish(storage, task, seconds=0.0, cpu_s=0.0, bytes=size)
             return
-        if kept:
-            chunks = self._copied(kept, task, arena, chunks)
-        digest = _store(storage, task, chunks, size)
-        if not task["streams"] and not _still_holds(arena, task):
-            raise Broken("its memory was given to another save before it was uploaded")
-        self._tell(task, "uploaded", seconds=time.monotonic() - began, bytes=size, xxh3=digest)
+        if not task.get("stored"):  # by an uploader that died while it waited for other ranks
+            _check_memory(arena, task)
+            if kept:
+                chunks = self._copied(kept, task, arena, chunks)
+            digest = _store(storage, task, chunks, size)
+            _check_memory(arena, task)
+            self._tell(task, "uploaded", seconds=time.monotonic() - began, bytes=size, xxh3=digest)
         if task["coordinator"]:
             size = self._commit(storage, task, arena.metadata(task["tag"])).size
         self._finish(storage, task, seconds=time.monotonic() - began, cpu_s=time.thread_time() - cpu, bytes=size)
@@ -280,8 +281,10 @@ def _heard(rank: int, text: bytes) -> dict[str, Shard]:
     return read_marker(text)
 
 
-def _still_holds(arena: Arena, task: dict[str, Any]) -> bool:
-    return any(held.tag == task["tag"] and held.slot == task["slot"] for held in arena.held())
+def _check_memory(arena: Arena, task: dict[str, Any]) -> None:
+    held = [found for found in arena.held() if found.tag == task["tag"] and found.slot == task["slot"]]
+    if not held and not task["streams"]:
+        raise Broken("its memory was given to another save before it was uploaded")
 
 
 def _join(folder: str, name: str) -> str:

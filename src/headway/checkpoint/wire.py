@@ -49,9 +49,11 @@ class Wire:
         poller.register(self._end, select.POLLRDHUP)
         return not poller.poll(0)
 
-    def has_message(self) -> bool:
-        """Whether `receive` would return at once."""
-        return bool(select.select([self._end], [], [], 0)[0])
+    def has_message(self, within_s: float = 0.0) -> bool:
+        """Whether `receive` would return at once, or does within a time."""
+        poller = select.poll()
+        poller.register(self._end, select.POLLIN)
+        return bool(poller.poll(within_s * 1000))
 
     def close(self) -> None:
         self._end.close()

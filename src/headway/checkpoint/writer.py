@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -30,8 +30,8 @@ from torch.futures import Future
 from headway.checkpoint import catalog, image
 from headway.checkpoint.arena import Arena, Shape, aligned, free_memory, slots_that_fit
 from headway.checkpoint.image import Image, Piece
-from headway.checkpoint.layout import generation_of
-from headway.checkpoint.lease import Owner, claim, release
+from headway.checkpoint.layout import generation_of, new_tag
+from headway.checkpoint.lease import Owner, claim, holder, release
 from headway.checkpoint.link import Link
 from headway.checkpoint.ranks import Elsewhere, Ranks
 from headway.checkpoint.retention import Retention
@@ -44,6 +44,7 @@ STREAM_TRIES = 3
 DEADLINE_S = 900.0
 """How long the coordinator waits for the shards of other ranks."""
 
+T = TypeVar("T")
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 _NEVER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT}
@@ -115,6 +116,10 @@ class Writer(StorageWriter, AsyncStager):
         self.ranks = Ranks(process_group)
         self.storage = open_storage(root)
         self.local = os.path.abspath(local) if local else None
+        if self.local == self.storage.url:
+            raise InputError(
+                f"local={self.local} is the root itself. Leave it out: the root is on a local disk already."
+            )
         self._memory, self._stream_bytes, self._retention = memory, stream_bytes, retention
         self._new_planner, self._hear, self._job = planner, hear, job
         self._node = node or os.uname().nodename
@@ -140,8 +145,8 @@ class Writer(StorageWriter, AsyncStager):
         self._unfinished = False
         self.mode = ""
         self._listing: list[catalog.Checkpoint] | None = None
-        session, self.generation = self.ranks.of_first(self._begin)
-        self.session = session
+        self.session, self.generation, is_known = self.ranks.of_first(self._begin)
+        session = self.session
         owner = Owner.this(session, job, self._node)
         lease = {"root": self.storage.url, "owner": asdict(owner)} if self.ranks.is_first else None
         self.link = Link(self.storage.url, session, self.ranks.rank, lease, self._take)
@@ -152,14 +157,16 @@ class Writer(StorageWriter, AsyncStager):
             self.link.close()
             raise
         """Who wrote here before, and did not say goodbye; and why nothing can be written now."""
+        if not is_known:  # somebody has deleted the folder since: what memory holds of it is of the past, too
+            self.link.keep_only("")
         self._found = self.link.arenas()
         held = [generation_of(held.tag) for arena, _ in self._found for held in arena.held()]
         self.generation = max([self.generation, *held])
 
-    def _begin(self) -> tuple[str, int]:
+    def _begin(self) -> tuple[str, int, bool]:
         self._listing = catalog.checkpoints(self.storage)
         known = [generation_of(found.tag) for found in self._listing if found.tag]
-        return f"{os.urandom(6).hex()}", max(known, default=0)
+        return f"{os.urandom(6).hex()}", max(known, default=0), holder(self.storage) is not None
 
     def take_listing(self) -> list[catalog.Checkpoint] | None:
         """What was stored when this run began, once: what was committed since then is in memory, too."""
@@ -215,7 +222,7 @@ class Writer(StorageWriter, AsyncStager):
             self._remember(look)
         assert self._image is not None
         assert look.values is not None
-        tag = f"{self.generation:08x}{self.session[:4]}"
+        tag = new_tag(self.generation, self.session[:4])
         save = Save(tag, step, folder, self._image, self._task(tag, folder, step, metric))
         try:
             (self._stage if self.mode != "streaming" else self._stream)(save, look.planner, look.values, durable)
@@ -308,17 +315,16 @@ class Writer(StorageWriter, AsyncStager):
             return made
 
         mine = planner.finish_plan(self.ranks.planned(planner.create_local_plan, divide))
-        drawn = image.draw(mine, planner)
-        parts = self.ranks.all(image.results(drawn, self.ranks.rank, placeholder))
+        drawn, problem = _attempted(lambda: image.draw(mine, planner))  # a value that cannot be pickled is one rank's
+        parts = self.ranks.all(image.results(drawn, self.ranks.rank, placeholder) if drawn else [])
+        if self.ranks.highest(int(problem is not None))[0] or drawn is None:
+            raise problem or Elsewhere("another rank cannot lay out its part of the checkpoint; it says why")
         metadata = self.ranks.of_first(lambda: image.metadata_template(known[0], parts))
-        error = None
-        try:
-            self._lay_out(drawn, metadata, placeholder)
-        except Exception as problem:  # raised below, on all ranks: one that has no memory cannot save alone
-            error = problem
-        if self.ranks.highest(int(error is not None))[0]:
+        # Raised on all ranks: one that has no memory cannot save alone.
+        _, problem = _attempted(lambda: self._lay_out(drawn, metadata, placeholder))
+        if self.ranks.highest(int(problem is not None))[0]:
             self._image, self._signature, self._planner, self._arena = None, [], None, None
-            raise error or Elsewhere("another rank has no memory for its part of the checkpoint; it says why")
+            raise problem or Elsewhere("another rank has no memory for its part of the checkpoint; it says why")
 
     def _lay_out(self, drawn: Image, metadata: bytes, placeholder: str) -> None:
         plan = image.plan_name(metadata, placeholder, self.ranks.size)
@@ -457,6 +463,7 @@ class Writer(StorageWriter, AsyncStager):
         segments = list(_segments(save.image, planner, values))
         self._pour(save, segments)
         for _ in range(STREAM_TRIES - 1):
+            self._wait_for_uploads()  # parts that were not read yet go with an uploader that dies
             if not save.told.get("died"):
                 return
             self.link.wait(save.tag)
@@ -513,6 +520,11 @@ class Writer(StorageWriter, AsyncStager):
         if self._arena is not None:
             self._arena.reached = step
         return self._arena is None
+
+    @property
+    def has_several_nodes(self) -> bool:
+        """Then what the ranks share is divided between nodes, and no node's memory has all of a save."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "") or self.ranks.size) < self.ranks.size
 
     def mode_text(self) -> str:
         """How saves are held, in the user's words."""
@@ -668,6 +680,13 @@ def _pin(address: int, size: int) -> None:
     """Lets a GPU copy to this memory by itself, as long as the process lives: an arena does as long as its plan."""
     if torch.cuda.is_available():
         torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
+
+
+def _attempted(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
 
 
 def _close_behind(arenas: Sequence[tuple[Arena, list[str]]]) -> None:
