@@ -169,13 +169,14 @@ class Run:
                 self._stop = slurm.why_signalled(os.environ, self._stop.reason)
         return self._stop
 
-    def on_stop(self, save: Callable[[int], object]) -> None:
+    def on_stop(self, save: Callable[[int], object]) -> Callable[[], None]:
         """Has `save` called when the job has to stop, once, between two steps of the next `run.steps`, which then ends.
 
-        It is given the step that training will go on with.
+        It is given the step that training will go on with. Returns what takes this back.
         """
         self._listener or self._listen()
         self._at_stop.append(save)
+        return lambda: self._at_stop.remove(save) if save in self._at_stop else None
 
     def _listen(self) -> "Listener":
         from headway.launch.notice import Listener, listen

@@ -83,11 +83,14 @@ class Checkpointer:
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise InputError(f"{name} cannot be saved: it has no state_dict and load_state_dict.")
+        schedule(interval, lambda *numbers: list(numbers), True)  # what is wrong is said before the folder is claimed
+        if not isinstance(keep, int | Retention):
+            raise InputError(f"keep={keep!r} is no number of checkpoints, nor a Retention.")
+        retention = keep if isinstance(keep, Retention) else Retention(keep_last=keep)
         self._training = TrainingState(model, optimizer, parts)
         self._run, self._budget = run or current(), failures
         self.loader = _resumable(loader, lambda: self._run.span(Activity.DATA_SKIP))
         """What to iterate: a thin layer around the loader that keeps its position, where it does not do so itself."""
-        retention = keep if isinstance(keep, Retention) else Retention(keep_last=keep)
         self._events: list[tuple[str, Save | None, dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._writer = Writer(
@@ -103,7 +106,7 @@ class Checkpointer:
         self._failed, self._failure = 0, ""
         self._told_mode = self._told_uncopied = False
         self._closed = self._is_prepared = False
-        self._run.on_stop(self._stop)
+        self._forget_stop = self._run.on_stop(self._stop)
         self._run.leaving.insert(0, self._leave)
         if self._writer.problem and self._ranks.is_first:
             self._count_failure(self._writer.problem)
@@ -194,7 +197,14 @@ class Checkpointer:
     # --- what becomes of saves ---
 
     def _hear(self, event: str, save: Save | None, told: dict[str, Any]) -> None:
-        """Called from the link's thread."""
+        """Called from the link's thread; when a save has to wait, from its own."""
+        if event == "waiting":
+            text = (
+                f"the save waits: the one before the last is still being uploaded, after {told['seconds']:.0f} s more."
+            )
+            self._run.mark("note", text=text)
+            _say(text)
+            return
         if event == "committed" and save is not None:
             self._run.checkpoint_saved(save.step, f"{self._writer.storage.url}/{save.folder}")
         with self._lock:
@@ -342,7 +352,7 @@ class Checkpointer:
             _say(f"the loader's position was that of {world_size} ranks, not {self._ranks.size}: its data begins anew.")
             return
         self.loader.load_state_dict(own["loader"])
-        if note := getattr(self.loader, "note", ""):
+        if self._ranks.is_first and (note := getattr(self.loader, "note", "")):
             _say(note)
 
     def _restored(self, candidate: Candidate, source: Source, arenas: Sequence[Arena], seconds: float) -> Restored:
@@ -381,6 +391,9 @@ class Checkpointer:
             self.wait()
         self._history.close()
         self._writer.close()
+        self._forget_stop()
+        if self._leave in self._run.leaving:
+            self._run.leaving.remove(self._leave)
 
     def _leave(self) -> None:
         """The process ends: after a failure the memory is held for the next one, and what is uploaded goes on."""

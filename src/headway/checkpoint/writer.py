@@ -41,6 +41,7 @@ from headway.errors import HeadwayError, InputError, PlatformError
 MODES = {"auto": None, "two-slot": 2, "one-slot": 1, "streaming": 0}
 STREAM_PARTS = 4
 STREAM_TRIES = 3
+WORD_S = 10.0
 DEADLINE_S = 900.0
 """How long the coordinator waits for the shards of other ranks."""
 
@@ -425,8 +426,7 @@ class Writer(StorageWriter, AsyncStager):
     def _stage(self, save: Save, planner: SavePlanner, values: list[bytes], durable: bool) -> None:
         assert self._arena is not None
         slot = self._next_slot()
-        with self._free:
-            self._free.wait_for(lambda: not self._is_busy(slot))
+        self._await(lambda: not self._is_busy(slot))
         save.task["slot"] = slot
         self._arena.open(slot)
         left = iter(values)
@@ -458,8 +458,7 @@ class Writer(StorageWriter, AsyncStager):
         assert self._arena is not None
         if save.folder is None:
             raise InputError("streaming saves must know where to before they begin: give `Writer` the path itself.")
-        with self._free:
-            self._free.wait_for(lambda: not self._uploading)
+        self._wait_for_uploads()
         segments = list(_segments(save.image, planner, values))
         self._pour(save, segments)
         for _ in range(STREAM_TRIES - 1):
@@ -491,8 +490,14 @@ class Writer(StorageWriter, AsyncStager):
             time.sleep(0.0005)
 
     def _wait_for_uploads(self) -> None:
+        self._await(lambda: not self._uploading)
+
+    def _await(self, is_free: Callable[[], bool]) -> None:
+        """Waits for memory that is being uploaded, and says so if that takes long."""
+        began = time.monotonic()
         with self._free:
-            self._free.wait_for(lambda: not self._uploading)
+            while not self._free.wait_for(is_free, WORD_S):
+                self._hear("waiting", None, {"seconds": time.monotonic() - began})
 
     # --- what becomes of it ---
 
