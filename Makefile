@@ -44,7 +44,7 @@ $(READY): .venv/bin/python pyproject.toml constraints.txt
 
 # torchtitan comes alone: only its logger is run, which needs none of what the rest of it needs.
 $(TEST_READY): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,frameworks]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,frameworks,stores]'
 	$(BIN)/python -m pip install -q --no-deps torchtitan==0.3.0
 	@touch $@
 
