@@ -85,7 +85,7 @@ def holder(storage: "Storage") -> Owner | None:
     """Who writes here, or did when it died."""
     try:
         return Owner(**json.loads(storage.read(OWNER)))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 
 
