@@ -124,6 +124,7 @@ class Checkpointer:
         self._check_open()
         self.step = step + 1
         self._take_events()
+        self._check_budget()
         if self._writer.reached(step) and not self._is_prepared:
             self.prepare()
         due = self._schedule.after(step, time.monotonic())
@@ -134,8 +135,7 @@ class Checkpointer:
                 self._schedule.failed(time.monotonic())
             else:
                 self._schedule.saved(save is not None, save.blocked_s if save else 0.0, time.monotonic(), due.durable)
-        if self._failed >= self._budget:
-            raise SaveFailed(f"{self._failed} saves in a row have failed, the last one because {self._failure}.")
+        self._check_budget()
 
     def save(self, step: int | None = None, *, metric: float | None = None, wait: bool = False) -> Save:
         """Saves now, durably. `step` is the one that training would go on with. Waits for an earlier save's upload if
@@ -231,6 +231,10 @@ class Checkpointer:
         self._failed, self._failure = self._failed + 1, why
         self._run.mark(Told.CHECKPOINT_FAILED, why=clean_text(why), failures=self._failed)
         _say(f"a checkpoint was not saved ({why}). Training goes on; what was committed before is safe.")
+
+    def _check_budget(self) -> None:
+        if self._failed >= self._budget:
+            raise SaveFailed(f"{self._failed} saves in a row have failed, the last one because {self._failure}.")
 
     def _check_open(self) -> None:
         if self._closed:
