@@ -685,3 +685,27 @@ def test_a_loader_with_a_position_of_its_own_goes_on_and_disturbs_no_dropout(roo
     whole = dropped_out(root / "whole", 10)
     assert dropped_out(root / "parts", 4) + dropped_out(root / "parts", 10) == whole
     end_keepers(root)
+
+
+def test_after_an_exception_the_memory_is_held_for_whoever_comes_next(root: Path, home: Path) -> None:
+    def failing() -> None:
+        with headway.Checkpointer(root, model=nn.Linear(2, 2), interval=None) as checkpointer:
+            checkpointer.save(3, wait=True)
+            raise ValueError("a bad batch")
+
+    def failing_otherwise() -> None:
+        checkpointer = headway.Checkpointer(root, model=nn.Linear(2, 2), interval=100)
+        try:
+            checkpointer.restore()
+            checkpointer.after(8)
+            raise ValueError("another")
+        finally:
+            checkpointer.close()
+
+    for fail in (failing, failing_otherwise):
+        with pytest.raises(ValueError, match=r"bad|another"):
+            fail()
+    with headway.Checkpointer(root, model=nn.Linear(2, 2), interval=None) as checkpointer:
+        restored = checkpointer.restore()
+    assert restored is not None
+    assert (restored.step, restored.tier) == (3, "memory"), "what failed has saved nothing, and taken nothing away"

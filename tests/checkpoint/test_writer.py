@@ -325,7 +325,7 @@ def test_memory_that_was_left_is_used_again_and_does_not_add_up(make: Callable[.
 def test_what_is_free_decides_how_saves_are_held(
     make: Callable[..., Writer], root: Path, monkeypatch: pytest.MonkeyPatch, free_mb: int, mode: str
 ) -> None:
-    monkeypatch.setattr("headway.checkpoint.writer.free_memory", lambda: free_mb << 20)
+    monkeypatch.setattr("headway.checkpoint.stager.free_memory", lambda: free_mb << 20)
     writer, size = make(stream_bytes=64 << 10), 250_000
     save = writer.save(a_state(1, size), folder="f1", step=1)
     assert save is not None

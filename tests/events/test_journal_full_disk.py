@@ -3,11 +3,11 @@
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from file_systems import mounted
 from journals import HOW_TO_WRITE, apart, finished_steps, named_spans, numbers, read, write_as
 
 from headway.events.journal import Follower, Writer
@@ -20,16 +20,8 @@ DISK_BYTES = 1 << 20
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "headway-test", folder]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"needs a tmpfs of its own, run as root where mounting is allowed: {done.stderr.strip()}")
-    try:
+    with mounted(tmp_path / "disk", f"size={DISK_BYTES},mode=700") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def fill(disk: Path) -> Path:

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from headway.checkpoint.checkpointer import Checkpointer, Restored
     from headway.checkpoint.reader import BadCheckpoint, Reader
     from headway.checkpoint.retention import Retention
-    from headway.checkpoint.writer import Save, SaveFailed, Writer
+    from headway.checkpoint.stager import Save, SaveFailed
+    from headway.checkpoint.writer import Writer
 
 _HOMES = {
     "BadCheckpoint": "reader", "Checkpointer": "checkpointer", "Reader": "reader", "Restored": "checkpointer",
-    "Retention": "retention", "Save": "writer", "SaveFailed": "writer", "Writer": "writer",
+    "Retention": "retention", "Save": "stager", "SaveFailed": "stager", "Writer": "writer",
 }  # fmt: skip
 
 __all__ = ["BadCheckpoint", "Checkpointer", "Reader", "Restored", "Retention", "Save", "SaveFailed", "Writer"]

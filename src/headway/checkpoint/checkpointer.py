@@ -26,8 +26,8 @@ from headway.checkpoint.ranks import PeerLost
 from headway.checkpoint.reader import BadCheckpoint, Reader, Source
 from headway.checkpoint.retention import Retention
 from headway.checkpoint.schedule import Schedule, schedule
+from headway.checkpoint.stager import DEADLINE_S, Save, SaveFailed, Stager
 from headway.checkpoint.state import TrainingState
-from headway.checkpoint.writer import Save, SaveFailed, Writer
 from headway.errors import HeadwayError, InputError
 from headway.events.vocabulary import Activity, Told, clean_text
 from headway.run import Run, current
@@ -62,7 +62,6 @@ class Candidate:
     tag: str
     step: int
     folder: str
-    in_memory: bool
     stored: bool
 
 
@@ -93,7 +92,7 @@ class Checkpointer:
         """What to iterate: a thin layer around the loader that keeps its position, where it does not do so itself."""
         self._events: list[tuple[str, Save | None, dict[str, Any]]] = []
         self._lock = threading.Lock()
-        self._writer = Writer(
+        self._writer = Stager(
             root, memory=memory, stream_bytes=stream_bytes, retention=retention, local=local,
             process_group=process_group, job=self._run.job, hear=self._hear,
         )  # fmt: skip
@@ -104,7 +103,7 @@ class Checkpointer:
         self.step = 0
         """Training goes on with this one."""
         self._failed, self._failure = 0, ""
-        self._told_mode = self._told_uncopied = False
+        self._told_mode, self._noted = False, set[str]()
         self._closed = self._is_prepared = False
         self._forget_stop = self._run.on_stop(self._stop)
         self._run.leaving.insert(0, self._leave)
@@ -115,7 +114,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, problem: type[BaseException] | None, *more: object) -> None:
-        self.close() if problem is None else self._end()
+        self.close() if problem is None else self._end(for_good=False)
 
     # --- saving ---
 
@@ -199,11 +198,8 @@ class Checkpointer:
     def _hear(self, event: str, save: Save | None, told: dict[str, Any]) -> None:
         """Called from the link's thread; when a save has to wait, from its own."""
         if event == "waiting":
-            text = (
-                f"the save waits: the one before the last is still being uploaded, after {told['seconds']:.0f} s more."
-            )
-            self._run.mark("note", text=text)
-            _say(text)
+            waited = f"{told['seconds']:.0f} s"
+            self._note(f"the save waits, for {waited} so far: the one before the last is still being uploaded.")
             return
         if event == "committed" and save is not None:
             self._run.checkpoint_saved(save.step, f"{self._writer.storage.url}/{save.folder}")
@@ -218,10 +214,9 @@ class Checkpointer:
                 self._count_failure(told.get("error", ""))
             elif event == "done":
                 self._failed = 0
-            elif event == "uncopied" and not self._told_uncopied:
-                self._told_uncopied = True
-                self._run.mark("note", text=clean_text(f"no local copy: {told['error']}"))
-                _say(f"there is no local copy of the checkpoint ({told['error']}). It is saved all the same.")
+            elif event == "note" and told["about"] not in self._noted:
+                self._noted.add(told["about"])
+                self._note(f"{told['about']} ({told['error']}). The checkpoint is saved all the same.")
             if event in ("done", "failed") and save is not None:
                 self._schedule.uploaded(time.monotonic())
         if (change := self._schedule.take_change()) is not None:
@@ -231,6 +226,10 @@ class Checkpointer:
         self._failed, self._failure = self._failed + 1, why
         self._run.mark(Told.CHECKPOINT_FAILED, why=clean_text(why), failures=self._failed)
         _say(f"a checkpoint was not saved ({why}). Training goes on; what was committed before is safe.")
+
+    def _note(self, text: str) -> None:
+        self._run.mark("note", text=clean_text(text))
+        _say(text)
 
     def _check_budget(self) -> None:
         if self._failed >= self._budget:
@@ -285,7 +284,7 @@ class Checkpointer:
             Candidate(
                 tag=tag, step=found_stored[tag][0] if tag in found_stored else steps[tag],
                 folder=found_stored[tag][1] if tag in found_stored else step_folder(steps[tag]),
-                in_memory=tag in in_memory, stored=tag in found_stored,
+                stored=tag in found_stored,
             )
             for tag in sorted(in_memory | set(found_stored), reverse=True)
         ]  # fmt: skip
@@ -381,20 +380,23 @@ class Checkpointer:
     def close(self) -> None:
         """The end, on all ranks: saves what was trained since the last save, unless saving is left to you (`interval`
         is None), waits for the uploads, and gives the memory back."""
-        # Inside `finally`, after an exception, the other ranks are elsewhere.
-        is_due = not self._closed and self._saves_itself and sys.exc_info()[0] is None
+        failing = sys.exc_info()[0] is not None  # inside `finally`: the other ranks are elsewhere
+        is_due = not self._closed and self._saves_itself and not failing
         if is_due and self._ranks.highest(int(self.step > self._saved_step))[0]:
             self._attempt(lambda: self.save(wait=True))
-        self._end()
+        self._end(for_good=not failing)
 
-    def _end(self) -> None:
+    def _end(self, for_good: bool) -> None:
+        """After a failure nothing is waited for, and the memory is held for whoever comes next."""
         if self._closed:
             return
         self._closed = True
-        with self._run.span(Activity.CHECKPOINT_BLOCKING):
-            self.wait()
-        self._history.close()
-        self._writer.close()
+        if for_good:
+            with self._run.span(Activity.CHECKPOINT_BLOCKING):
+                if not self.wait(DEADLINE_S):
+                    _say(f"the last checkpoint is still not uploaded after {DEADLINE_S:.0f} s. Not waiting any longer.")
+            self._history.close()
+        self._writer.close(for_good)
         self._forget_stop()
         if self._leave in self._run.leaving:
             self._run.leaving.remove(self._leave)
@@ -402,7 +404,7 @@ class Checkpointer:
     def _leave(self) -> None:
         """The process ends: after a failure the memory is held for the next one, and what is uploaded goes on."""
         if getattr(sys, "last_value", None) is None and not self._run.status:
-            self._end()
+            self._end(for_good=True)
 
 
 def _resumable(loader: Any, skipping: Callable[[], Any]) -> Any:

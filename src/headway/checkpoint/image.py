@@ -9,14 +9,14 @@ import io
 import pickle
 import secrets
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -133,6 +133,52 @@ def pickled_value(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+# --- filling it ----------------------------------------------------------------------------------------------------
+
+
+def tensor_at(where: memoryview, piece: Piece) -> torch.Tensor | None:
+    """A tensor over its place in a file; None for a pickled value."""
+    if piece.shape is None or piece.dtype is None:
+        return None
+    size = piece.shape.numel() * piece.dtype.itemsize
+    if not size:
+        return torch.empty(piece.shape, dtype=piece.dtype)
+    return torch.frombuffer(where, dtype=torch.uint8, count=size, offset=piece.data).view(piece.dtype).view(piece.shape)
+
+
+def segments(
+    drawn: Image, planner: SavePlanner, values: list[bytes]
+) -> Iterator[tuple[int, int, bytes | torch.Tensor]]:
+    """What is where in the file: offset, length, source."""
+    left = iter(values)
+    for offset, data in drawn.constant:
+        yield offset, len(data), data
+    for piece in drawn.pieces:
+        if piece.shape is None:
+            data = next(left)
+            yield piece.offset, len(data), data
+        elif piece.shape.numel():
+            source = planner.lookup_object(piece.index).detach()  # type: ignore[attr-defined]
+            yield piece.data, source.nbytes, source
+
+
+def fill(room: memoryview, start: int, segments: list[tuple[int, int, bytes | torch.Tensor]]) -> None:
+    """Copies what the file has from `start` on."""
+    target, end = torch.frombuffer(room, dtype=torch.uint8), start + len(room)
+    for offset, length, source in segments:
+        first, last = max(offset, start), min(offset + length, end)
+        if first < last:
+            if isinstance(source, torch.Tensor):
+                target[first - start : last - start].copy_(_bytes_of(source)[first - offset : last - offset])
+            else:
+                room[first - start : last - start] = source[first - offset : last - offset]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy only if they are not in order already: it must not outlive the part it is made for."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
 # --- metadata ------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +223,12 @@ def flattened(state: dict[str, Any]) -> dict[str, Any]:
     """The state by the names that torch's planner gives its parts, as far as it has nothing out of the ordinary; this
     is done at every save, and torch takes six times as long. Where the two differ, their signatures do, too."""
     return {name: container[key] for name, container, key in leaves(state)}
+
+
+def chunks_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """Which parts of a sharded tensor this rank has."""
+    found: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return found
 
 
 def leaves(state: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -152,11 +152,14 @@ class Link:
                 lambda: not self._pending if tag is None else tag not in self._pending, timeout_s
             )
 
-    def close(self) -> None:
-        """Leaves for good: nobody will come back for the memory."""
+    def close(self, goodbye: bool = True) -> None:
+        """Leaves. After a goodbye nobody will come back for the memory."""
         with self._changed:
             self._leaving = True
-            self._wire.send({"do": "bye"})
+            if goodbye:
+                self._wire.send({"do": "bye"})
+        if not goodbye:
+            self._wire.shut()
         self._thread.join(5.0)
         self._wire.shut()
         self._wire.close()

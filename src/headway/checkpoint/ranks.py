@@ -1,5 +1,6 @@
 """The ranks that save together, and what they tell each other. With one rank, nothing is sent."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,14 @@ class PeerLost(RuntimeError):
 
 class Elsewhere(HeadwayError):
     """Another rank could not do its part."""
+
+
+def local_size() -> int:
+    """How many ranks share this node: what the launcher says, or all of them."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if told.isdecimal() and int(told):
+        return int(told)
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class Ranks:

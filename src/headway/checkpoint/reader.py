@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -24,8 +23,9 @@ from torch.futures import Future
 
 from headway.checkpoint import catalog
 from headway.checkpoint.arena import Arena
-from headway.checkpoint.image import leaves
+from headway.checkpoint.image import ShardedTensor, chunks_of, leaves
 from headway.checkpoint.layout import METADATA, Manifest, Shard, marker_name, read_marker
+from headway.checkpoint.ranks import local_size
 from headway.checkpoint.storage import Storage, open_storage
 from headway.errors import HeadwayError
 
@@ -224,7 +224,7 @@ class Reader(StorageReader):
         if isinstance(value, DTensor):
             key = (value.shape, value.placements, value.device_mesh)
             if key not in known:
-                known[key] = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+                known[key] = chunks_of(value)
             if len(known[key]) != 1:
                 return None
             offsets, sizes = known[key][0].offsets, known[key][0].sizes
@@ -250,7 +250,7 @@ class Reader(StorageReader):
 
 def _copiers() -> ThreadPoolExecutor:
     """Copy a few tensors at a time: torch may have one thread only, and every page of a mapping is new."""
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    cores = len(os.sched_getaffinity(0)) // local_size()
     return ThreadPoolExecutor(max(1, min(_THREADS, cores)), "headway-restore")
 
 

@@ -106,6 +106,9 @@ class Uploader:
         with self._lock:
             self._wire.send({"event": event, "tag": task["tag"], "rank": task["rank"], **more})
 
+    def _note(self, task: dict[str, Any], about: str, error: Exception) -> None:
+        self._tell(task, "note", about=about, error=f"{type(error).__name__}: {error}")
+
     def _do(self, task: dict[str, Any], arena: Arena) -> None:
         if "error" in task:
             raise Broken(task["error"])
@@ -148,7 +151,7 @@ class Uploader:
         except OSError as error:  # told, and not fatal: only a restore takes longer
             if task["streams"]:
                 raise
-            self._tell(task, "uncopied", error=f"{type(error).__name__}: {error}")
+            self._note(task, "there is no local copy", error)
             return _chunks(arena.image(task["slot"]))
         return _chunks_of_file(Path(kept) / task["folder"] / shard_name(task["rank"], task["tag"]))
 
@@ -202,7 +205,7 @@ class Uploader:
 
     def _tidy(self, storage: Storage, task: dict[str, Any]) -> None:
         """What comes after the commit, and may fail without harm: the next one does it again."""
-        with suppress(Exception):
+        try:
             for rank in range(task["world_size"]):
                 storage.remove(_join(task["folder"], marker_name(task["tag"], rank)))
             if not self._newest and (found := catalog.newest(storage)):  # of the uploader before this one
@@ -216,6 +219,8 @@ class Uploader:
                     catalog.prune(storage, Retention(**task["retention"]))
                 elif task["folder"]:
                     catalog.sweep(storage, task["folder"])
+        except Exception as error:
+            self._note(task, "older checkpoints were not tidied up", error)
 
     def _await_markers(self, storage: Storage, task: dict[str, Any]) -> dict[str, Shard]:
         until, patience_s, found = time.monotonic() + task["deadline_s"], 0.005, dict[int, dict[str, Shard]]()
