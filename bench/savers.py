@@ -486,11 +486,12 @@ def memory(told: Told) -> Told:
 
 
 def holding(told: Told) -> Told:
-    """Saves once; is to be killed."""
+    """Saves once, and trains on; is to be killed."""
     state = State.build(told["width"])
     saver = Headway(state, Path(told["folder"], "saved"), told)
     saver.save(1)
     saver.wait()
+    Training().step_s(5.0)
     return {"sums": state.sums()}
 
 
@@ -506,7 +507,10 @@ def restoring(told: Told) -> Told:
     copies = []
     for _ in range(3):
         _meet()
-        copies.append(floor.copy())
+        begin = time.perf_counter()
+        floor.copy()
+        _meet()  # a restore, too, is over when all ranks have theirs
+        copies.append(time.perf_counter() - begin)
     samples.add(restore=took, copy=median(copies))
     if told.get("closes"):
         saver.close()

@@ -130,6 +130,42 @@ def test_pages_that_are_laid_in_beforehand_still_hold_what_was_written(arena: Ar
     assert bytes(arena.image(0)) == bytes(10_000)
 
 
+def test_memory_that_is_written_to_while_it_is_laid_in_loses_nothing() -> None:
+    """Large enough for the kernel to make huge pages of it, here and there under the writer's hands."""
+    arena = Arena.create(a_shape(24 << 20), b"")
+    wanted = bytes(range(256)) * (96 << 10)
+    try:
+        arena.prefault()
+        for _ in range(5):
+            arena.image(0)[:] = wanted
+        arena.wait_for_pages()
+        assert bytes(arena.image(0)) == wanted
+        assert bytes(arena.image(1)) == bytes(24 << 20)
+    finally:
+        arena.close()
+
+
+def test_a_kernel_that_knows_neither_kind_of_advice_lays_pages_in_as_they_are_touched(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for advice in ("_MADV_POPULATE_WRITE", "_MADV_COLLAPSE"):
+        monkeypatch.setattr(f"headway.checkpoint.arena.{advice}", 250)
+    told: list[int] = []
+    arena.prefault(lambda address, size: told.append(size))
+    arena.wait_for_pages()
+    arena.image(0)[:] = b"a" * 10_000
+    assert bytes(arena.image(0)) == b"a" * 10_000
+    assert told == [arena.shape.total]
+
+
+def test_tensors_that_look_at_it_still_can_when_it_is_closed() -> None:
+    arena = Arena.create(a_shape(), b"")
+    image = arena.image(0)
+    image[:5] = b"hello"
+    arena.close()
+    assert bytes(image[:5]) == b"hello"
+
+
 # --- whose memory it is ----------------------------------------------------------------------------------------------
 
 

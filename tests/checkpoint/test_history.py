@@ -27,26 +27,31 @@ def known(storage: Storage) -> dict[str, float]:
     return History(storage, None, first=True).failures()
 
 
+def restore(history: History, tier: str | None) -> None:
+    history.restored(tier)
+    history.wait()
+
+
 def test_a_job_that_never_failed_has_no_failures(storage: Storage) -> None:
     history = History(storage, None, first=True)
-    history.restored(None)
+    restore(history, None)
     assert history.failures()["process"] == history.failures()["node"] == 0
 
 
 def test_a_run_without_a_goodbye_has_failed_alone_if_its_memory_is_still_there(storage: Storage) -> None:
-    History(storage, who_ran(100), first=True).restored("memory")
+    restore(History(storage, who_ran(100), first=True), "memory")
     assert (known(storage)["process"], known(storage)["node"]) == (1, 0)
 
 
 @pytest.mark.parametrize("tier", ["local", "disk", "remote", None])
 def test_otherwise_its_node_has(storage: Storage, tier: str | None) -> None:
-    History(storage, who_ran(100), first=True).restored(tier)
+    restore(History(storage, who_ran(100), first=True), tier)
     assert (known(storage)["process"], known(storage)["node"]) == (0, 1)
 
 
 def test_every_restart_adds_to_what_was_known(storage: Storage) -> None:
     for tier in ("memory", "disk", "memory"):
-        History(storage, who_ran(100), first=True).restored(tier)
+        restore(History(storage, who_ran(100), first=True), tier)
     found = known(storage)
     assert (found["process"], found["node"]) == (2, 1)
     assert found["over_s"] >= 300
@@ -54,13 +59,13 @@ def test_every_restart_adds_to_what_was_known(storage: Storage) -> None:
 
 def test_one_failure_counts_once_however_often_it_is_restored_from(storage: Storage) -> None:
     history = History(storage, who_ran(100), first=True)
-    history.restored("memory")
-    history.restored("memory")
+    restore(history, "memory")
+    restore(history, "memory")
     assert known(storage)["process"] == 1
 
 
 def test_a_run_that_ends_well_adds_its_time_and_no_failure(storage: Storage) -> None:
-    History(storage, who_ran(100), first=True).restored("memory")
+    restore(History(storage, who_ran(100), first=True), "memory")
     before = known(storage)["over_s"]
     History(storage, None, first=True).close()
     assert known(storage)["over_s"] >= before
@@ -69,7 +74,7 @@ def test_a_run_that_ends_well_adds_its_time_and_no_failure(storage: Storage) -> 
 
 def test_only_the_first_rank_writes(storage: Storage) -> None:
     history = History(storage, who_ran(100), first=False)
-    history.restored("memory")
+    restore(history, "memory")
     history.close()
     assert storage.names(".headway") == []
 
@@ -83,6 +88,6 @@ def test_an_unreadable_history_is_none(storage: Storage, text: bytes) -> None:
 def test_a_root_that_cannot_be_written_only_costs_the_memory_of_it(storage: Storage, tmp_path: Path) -> None:
     (tmp_path / "root").write_text("no folder")
     history = History(storage, who_ran(100), first=True)
-    history.restored("memory")
+    restore(history, "memory")
     history.close()
     assert history.failures()["process"] == 1

@@ -5,10 +5,12 @@ to and comes last, with a checksum, when all is there: whoever finds it whole fi
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import struct
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,11 +24,18 @@ _RECORD = struct.Struct("<12sqqQ")
 _SEALED = struct.Struct(f"<{_RECORD.size}sI")
 _STEP = struct.Struct("<q")
 _RECORD_ROOM = 256
+_HUGE = 2 << 20
 _PREFAULT_STEP = 64 << 20
-_MADV_POPULATE_WRITE = 23
+_PASSES, _PASS_S = 10, 1.0
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _PRIO_PROCESS = 0
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def aligned(size: int, to: int = PAGE) -> int:
@@ -70,9 +79,9 @@ class Arena:
 
     def __init__(self, shape: Shape, fd: int) -> None:
         self.shape, self.fd = shape, fd
-        self.map = mmap.mmap(fd, shape.total)
+        self.map = _mapped(fd, shape.total)
         self._prefault: threading.Thread | None = None
-        self._leaving = False
+        self._leaving = threading.Event()
 
     @staticmethod
     def create(shape: Shape, metadata: bytes) -> "Arena":
@@ -81,7 +90,7 @@ class Arena:
         try:
             os.ftruncate(fd, shape.total)
             arena = Arena(shape, fd)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             os.close(fd)
             raise PlatformError(f"{shape.total:,} bytes for checkpoints in memory cannot be had: {error}.") from error
         arena.map[PAGE : PAGE + len(metadata)] = metadata
@@ -124,33 +133,36 @@ class Arena:
 
     def image(self, slot: int) -> memoryview:
         offset = self.shape.slot_offset(slot)
-        return memoryview(self.map)[offset : offset + self.shape.image_bytes]
+        return self.map[offset : offset + self.shape.image_bytes]
 
     def metadata(self, tag: str) -> bytes:
         """`.metadata` of the save with this tag."""
-        template = self.map[PAGE : PAGE + self.shape.metadata_bytes]
+        template = bytes(self.map[PAGE : PAGE + self.shape.metadata_bytes])
         return template.replace(self.shape.placeholder.encode(), tag.encode())
 
     # --- pages ---
 
     def prefault(self, then: Callable[[int, int], None] = lambda address, size: None) -> None:
-        """Has the kernel lay in the pages of all slots, in the background: the first copy is then as fast as any. Calls
-        `then` with where they are, and how many bytes."""
+        """Has the kernel lay in the pages of all slots, in the background: the first copy is then as fast as any. Huge
+        ones where it has some, which take a third of the time, and which another process maps at once when it restores.
+        Calls `then` with where they are, and how many bytes."""
         self._prefault = threading.Thread(target=self._populate, args=(then,), name="headway-prefault", daemon=True)
         self._prefault.start()
 
     def _populate(self, then: Callable[[int, int], None]) -> None:
         with suppress(OSError):
             os.setpriority(_PRIO_PROCESS, threading.get_native_id(), 10)
-        anchor = ctypes.c_char.from_buffer(self.map)  # keeps the mapping from being closed under this thread
-        base = ctypes.addressof(anchor)
-        for offset in range(0, self.shape.total, _PREFAULT_STEP):
-            length = min(_PREFAULT_STEP, self.shape.total - offset)
-            if self._leaving:
-                return
-            if _libc.madvise(ctypes.c_void_p(base + offset), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-                break  # an old kernel: each page comes when it is touched
-        then(base, self.shape.total)
+        pages = self.map
+        base, left = _address(pages), list(range(0, len(pages), _PREFAULT_STEP))
+        for _ in range(_PASSES):
+            for offset in list(left):
+                if self._leaving.is_set():
+                    return
+                if _lay_in(base + offset, min(_PREFAULT_STEP, len(pages) - offset)):
+                    left.remove(offset)
+            if not left or self._leaving.wait(_PASS_S):
+                break
+        then(base, len(pages))
 
     def wait_for_pages(self, timeout_s: float | None = None) -> None:
         if self._prefault is not None:
@@ -158,13 +170,54 @@ class Arena:
 
     def close(self) -> None:
         """Lets go of the memory, unless tensors still look at it: then it goes with the last of them."""
-        self._leaving = True
+        self._leaving.set()
         self.wait_for_pages()
-        with suppress(BufferError):
-            self.map.close()
+        self.map = memoryview(b"")
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+# --- pages --------------------------------------------------------------------------------------------------------
+
+
+def _mapped(fd: int, size: int) -> memoryview:
+    """All of a memfd, at an address where a huge page can begin. It is unmapped when nobody looks at it any more."""
+    room = _mmap(None, size + _HUGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    start = aligned(room, _HUGE)
+    try:
+        _mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(room, size + _HUGE)
+        raise
+    if start > room:
+        _libc.munmap(room, start - room)
+    _libc.munmap(start + size, room + _HUGE - start)
+    pages = (ctypes.c_ubyte * size).from_address(start)
+    weakref.finalize(pages, _libc.munmap, start, size).atexit = False
+    return memoryview(pages).cast("B")
+
+
+def _mmap(start: int | None, size: int, *how: int) -> int:
+    found: int = _libc.mmap(start, size, *how, 0)
+    if found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def _address(pages: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
+
+
+def _lay_in(start: int, size: int) -> bool:
+    """False if it is worth another try: pages that are just being copied to, or read by a disk, cannot be joined."""
+    # The kernel makes a huge page of small ones, of which a single one is enough; what they hold stays. An old one does
+    # neither: there each page comes when it is touched.
+    for page in range(start, start + size, _HUGE):
+        _libc.madvise(page, PAGE, _MADV_POPULATE_WRITE)
+    is_busy = bool(_libc.madvise(start, size, _MADV_COLLAPSE)) and ctypes.get_errno() in (errno.EAGAIN, errno.EBUSY)
+    _libc.madvise(start, size, _MADV_POPULATE_WRITE)
+    return not is_busy
 
 
 # --- how much there is --------------------------------------------------------------------------------------------

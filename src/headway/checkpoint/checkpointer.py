@@ -1,12 +1,14 @@
 """What a training script holds: says when to save, what belongs to the state, and where to go on after a restart."""
 
+import gc
 import os
 import pickle
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -257,7 +259,7 @@ class Checkpointer:
         None if there is none. A state that turns out to be bad is reported, and the one before it is taken.
         """
         began = time.perf_counter()
-        with self._run.span(Activity.CHECKPOINT_RESTORE):
+        with self._run.span(Activity.CHECKPOINT_RESTORE), _without_garbage():
             arenas = self._writer.arenas()
             restored = self._restore_first(self._candidates(arenas), arenas, began)
         self._history.restored(restored.tier if restored else None)
@@ -274,11 +276,11 @@ class Checkpointer:
             (held.tag, held.step, arena.shape.world_size, arena.shape.rank)
             for arena in arenas for held in arena.held() if _is_image(arena)
         ]  # fmt: skip
-        everywhere = {entry for entries in self._ranks.all(here) for entry in entries}
+        mine = {tag: step for tag, step, world_size, _ in here if _is_complete(tag, world_size, set(here))}
+        everyones = self._ranks.all(mine)
         stored = self._ranks.of_first(self._stored)
-        steps = {tag: step for tag, step, _, _ in everywhere}
-        mine = {tag for tag, _, world_size, _ in here if _is_complete(tag, world_size, set(here))}
-        in_memory = set.intersection(*self._ranks.all(mine))
+        steps = {tag: step for theirs in everyones for tag, step in theirs.items()}
+        in_memory = set.intersection(*(set(theirs) for theirs in everyones))
         found_stored = {tag: (step, name) for tag, step, name in stored}
         candidates = [
             Candidate(
@@ -331,13 +333,13 @@ class Checkpointer:
     def _load(self, source: Source) -> None:
         reader = Reader(source=source)
         metadata = reader.read_metadata()
-        state = self._training.template(metadata)
-        if missing := [key for key in state if not _is_saved(key, metadata)]:
-            raise BadCheckpoint(f"it has no {', '.join(missing)}")
         known = _is_saved(self._own_key(), metadata)
         own = self._own_key(None if known else 0)
-        state |= {_OWN: (), own: ()}
+        state = self._training.template(metadata) | {_OWN: (), own: ()}
         if not reader.load_exactly(state):
+            state = self._training.template(metadata, names_fit=False) | {_OWN: (), own: ()}
+            if missing := [key for key in state if not _is_saved(key, metadata)]:
+                raise BadCheckpoint(f"it has no {', '.join(missing)}")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is")  # each rank reads for itself: that is meant
                 load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
@@ -434,6 +436,18 @@ def _is_image(arena: Arena) -> bool:
 
 def _is_complete(tag: str, world_size: int, everywhere: set[tuple[str, int, int, int]]) -> bool:
     return {rank for other, _, _, rank in everywhere if other == tag} == set(range(world_size))
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """No garbage collection meanwhile: it would look through all objects several times while many are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _say(text: str) -> None:

@@ -1,6 +1,7 @@
 """How often the job that writes to a root has failed: kept beside its checkpoints, so that every restart knows."""
 
 import json
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ class History:
     def __init__(self, storage: "Storage", former: "Owner | None", first: bool) -> None:
         self._storage, self._former, self._first = storage, former, first
         self._began = time.time()
+        self._writing: threading.Thread | None = None
         self._seen = {"process": 0, "node": 0, "over_s": 0.0}
         if first:
             with suppress(
@@ -36,7 +38,8 @@ class History:
             self._seen["process" if tier == "memory" else "node"] += 1
             self._seen["over_s"] += max(0.0, (self._former.seen_ns - self._former.began_ns) / 1e9)
             self._former = None
-            self._write()
+            self._writing = threading.Thread(target=self._write, daemon=True)  # training waits for no object store
+            self._writing.start()
 
     def failures(self) -> dict[str, float]:
         """All so far, and over what time: up to now."""
@@ -44,7 +47,13 @@ class History:
 
     def close(self) -> None:
         self._seen = self.failures()
+        self.wait()
         self._write()
+
+    def wait(self) -> None:
+        """Until what was restored is written down."""
+        if self._writing is not None:
+            self._writing.join()
 
     def _write(self) -> None:
         if self._first:

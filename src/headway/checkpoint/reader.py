@@ -8,13 +8,16 @@ import mmap
 import os
 import pickle
 import tempfile
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.serialization.config  # by `torch.load`, else, in the middle of a restore
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -112,6 +115,14 @@ class Source:
             raise BadCheckpoint(f"{name} cannot be read ({error})") from error
 
 
+class _Saved(NamedTuple):
+    """One part of what was saved."""
+
+    place: Any
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class Reader(StorageReader):
     """A storage reader for `dcp.load` that compares every file with its hash before it believes it.
 
@@ -125,6 +136,7 @@ class Reader(StorageReader):
         self._metadata: Metadata | None = None
         self._storage_data: dict[Any, Any] = {}
         self._tensors: dict[Any, Any] = {}
+        self._heads: dict[Any, int | None] = {}
 
     @property
     def source(self) -> Source:
@@ -173,12 +185,26 @@ class Reader(StorageReader):
             planner.load_bytes(item, io.BytesIO(data[place.offset : place.offset + place.length]))
             return False
         target = planner.resolve_tensor(item).detach()
-        found = _tensor(data, place.offset, place.length, *self._kind(item.storage_index))
+        found = self._tensor(data, place, *self._kind(item.storage_index))
         for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             found = found.narrow(dimension, start, length)
         target.copy_(found, non_blocking=True)
         planner.commit_tensor(item, target)
         return target.device.type != "cpu"
+
+    def _tensor(self, data: Any, place: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor as `torch.save` wrote it, without a copy of its bytes."""
+        kind = place.relative_path, shape, dtype
+        if kind not in self._heads:  # they look alike in the whole file
+            self._heads[kind] = _head(data[place.offset : place.offset + place.length])
+        head = self._heads[kind]
+        if head is None:
+            packed = io.BytesIO(data[place.offset : place.offset + place.length])
+            found: torch.Tensor = torch.load(packed, weights_only=True)
+            return found
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=place.offset + head).view(shape)
 
     def _kind(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
         """Size and type of the tensor that was saved."""
@@ -189,35 +215,34 @@ class Reader(StorageReader):
 
     # --- without a plan ---
 
+    @torch.no_grad()
     def load_exactly(self, state: dict[str, Any]) -> bool:
         """Loads into a state that is divided as the saved one is, which needs no plan. False if it is not; then nothing
         has changed."""
         metadata = self.read_metadata()
         self.set_up_storage_reader(metadata, True)
-        by_file: dict[str, list[tuple[MetadataIndex, Any, Any]]] = {}
+        by_file: dict[str, list[tuple[_Saved, Any, Any]]] = {}
         known: dict[Any, Any] = {}
         for name, container, key in leaves(state):
-            index = self._place_of(name, container[key], known)
-            if index is None or index not in metadata.storage_data:
+            saved = self._saved(name, container[key], known)
+            if saved is None:
                 return False
-            by_file.setdefault(metadata.storage_data[index].relative_path, []).append((index, container, key))
-        with _copiers() as copiers:
-            copies = []
-            for file, items in by_file.items():
-                tier, data = self.source.open(file)
-                for index, container, key in items:
-                    copies += [copiers.submit(_copy, *pair) for pair in self._load_item(data, index, container, key)]
-                    self.source.count(tier, metadata.storage_data[index].length)
-            under_way = [copy.result() for copy in copies]
-            if any(under_way):
-                torch.accelerator.synchronize()
+            by_file.setdefault(saved.place.relative_path, []).append((saved, container, key))
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for file, items in by_file.items():
+            tier, data = self.source.open(file)
+            for saved, container, key in items:
+                pairs += self._load_item(data, saved, container, key)
+            self.source.count(tier, sum(saved.place.length for saved, _, _ in items))
+        _copy(pairs)
         return True
 
-    def _place_of(self, name: str, value: Any, known: dict[Any, Any]) -> MetadataIndex | None:
-        """Which saved part is just this one."""
+    def _saved(self, name: str, value: Any, known: dict[Any, Any]) -> "_Saved | None":
+        """The saved part that is just this one."""
         told = self._tensors.get(name)
         if not isinstance(told, TensorStorageMetadata):
-            return None if told is None or isinstance(value, torch.Tensor) else MetadataIndex(name)
+            place = None if isinstance(value, torch.Tensor) else self._storage_data.get(MetadataIndex(name))
+            return _Saved(place, torch.Size(), torch.uint8) if place else None
         if not isinstance(value, torch.Tensor) or isinstance(value, ShardedTensor) or told.size != value.shape:
             return None
         offsets, sizes = torch.Size([0] * value.ndim), value.shape
@@ -228,19 +253,19 @@ class Reader(StorageReader):
             if len(known[key]) != 1:
                 return None
             offsets, sizes = known[key][0].offsets, known[key][0].sizes
-        is_saved = any(chunk.offsets == offsets and chunk.sizes == sizes for chunk in told.chunks)
-        return MetadataIndex(name, offsets) if is_saved else None
+        if not any(chunk.offsets == offsets and chunk.sizes == sizes for chunk in told.chunks):
+            return None
+        place = self._storage_data.get(MetadataIndex(name, offsets))
+        return _Saved(place, sizes, told.properties.dtype) if place else None
 
     def _load_item(
-        self, data: Any, index: MetadataIndex, container: Any, key: Any
+        self, data: Any, saved: "_Saved", container: Any, key: Any
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Loads a value; of a tensor, returns what is to be copied where."""
-        place, value = self._storage_data[index], container[key]
+        place, value = saved.place, container[key]
         if isinstance(value, torch.Tensor):
-            target = (value.to_local() if isinstance(value, DTensor) else value).detach()
-            return [(target, _tensor(data, place.offset, place.length, *self._kind(index)))]
-        packed = io.BytesIO(data[place.offset : place.offset + place.length])
-        container[key] = torch.load(packed, weights_only=False)
+            return [(value.to_local() if isinstance(value, DTensor) else value, self._tensor(data, *saved))]
+        container[key] = _value(bytes(data[place.offset : place.offset + place.length]))
         return []
 
     @classmethod
@@ -248,17 +273,26 @@ class Reader(StorageReader):
         return True
 
 
-def _copiers() -> ThreadPoolExecutor:
-    """Copy a few tensors at a time: torch may have one thread only, and every page of a mapping is new."""
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies each second to its first. Where torch has one thread only, a launcher's default, a few share the work."""
     cores = len(os.sched_getaffinity(0)) // local_size()
-    return ThreadPoolExecutor(max(1, min(_THREADS, cores)), "headway-restore")
+    threads = max(1, min(_THREADS, cores)) if torch.get_num_threads() == 1 else 1
+    left = deque(pairs)
 
+    @torch.no_grad()
+    def work() -> None:
+        while left:
+            with suppress(IndexError):  # another thread has taken the last one
+                target, found = left.popleft()
+                target.copy_(found, non_blocking=True)
 
-@torch.no_grad()
-def _copy(target: torch.Tensor, found: torch.Tensor) -> bool:
-    """True if it may still be under way, on a device."""
-    target.copy_(found, non_blocking=True)
-    return target.device.type != "cpu"
+    if threads > 1:
+        with ThreadPoolExecutor(threads, "headway-restore") as pool:
+            for done in [pool.submit(work) for _ in range(threads)]:
+                done.result()
+    work()
+    if any(target.device.type != "cpu" for target, _ in pairs):
+        torch.accelerator.synchronize()
 
 
 def stored(path: str) -> Source:
@@ -271,18 +305,25 @@ def stored(path: str) -> Source:
     return Source(tag=found.manifest.tag, storage=storage, folder=name, manifest=found.manifest)
 
 
-def _tensor(data: Any, offset: int, length: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor as `torch.save` wrote it, without a copy of its bytes."""
-    head = bytes(data[offset : offset + min(length, _HEAD)])
+def _value(data: bytes) -> Any:
+    """What is no tensor, as `torch.save` wrote it in its older form: pickles, of which the fourth is the value. Torch
+    looks for other forms first, which takes longer than all the rest."""
+    file = io.BytesIO(data)
+    try:
+        if pickle.load(file) == torch.serialization.MAGIC_NUMBER:
+            return [pickle.load(file) for _ in range(3)][-1]
+    except pickle.UnpicklingError:  # it has tensors in it
+        pass
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _head(data: Any) -> int | None:
+    """Where the bytes of a tensor begin in what `torch.save` wrote; None if it is pickled as a whole."""
+    head = bytes(data[:_HEAD])
     at = head.find(_RECORD)
-    if at < 30 or head[at - 30 : at - 26] != b"PK\3\4":  # pickled as a whole
-        found: torch.Tensor = torch.load(io.BytesIO(data[offset : offset + length]), weights_only=True)
-        return found
-    size = shape.numel() * dtype.itemsize
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    start = offset + at + len(_RECORD) + int.from_bytes(head[at - 2 : at], "little")
-    return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).view(dtype).view(shape)
+    if at < 30 or head[at - 30 : at - 26] != b"PK\3\4":
+        return None
+    return at + len(_RECORD) + int.from_bytes(head[at - 2 : at], "little")
 
 
 def _join(folder: str, name: str) -> str:

@@ -46,6 +46,7 @@ class TrainingState:
             state["model"] = self._model_state()
         if self.optimizers:
             state["optimizer"] = self._optimizer_state()
+            self._check_names(state)
         for name, part in self.parts.items():
             rest, tensors = _divided(part.state_dict())
             state |= {name: tensors, f"{_REST}.{name}": (rest,)} if tensors else {name: (rest,)}
@@ -89,24 +90,32 @@ class TrainingState:
             state["state"] |= {names[id(parameter)]: values for parameter, values in optimizer.state.items()}
             for group in optimizer.param_groups:
                 state["param_groups"].append(group | {"params": [names[id(each)] for each in group["params"]]})
-        if not self._checked and state["state"]:  # without any, torch would have the optimizer take a step
-            self._checked = True
-            theirs = get_optimizer_state_dict(self.model, self.optimizers)
-            if not _is_alike(state, theirs):
-                self._names = None
-                return theirs
         return state
+
+    def _check_names(self, state: dict[str, Any]) -> None:
+        """Compares the optimizers' state with torch's, once."""
+        if self._checked or self._names is None or not state.get("optimizer", {}).get("state"):
+            return  # without any state torch would have the optimizer take a step
+        assert self.model is not None
+        self._checked = True
+        theirs = get_optimizer_state_dict(self.model, self.optimizers)
+        if not _is_alike(state["optimizer"], theirs):
+            self._names, state["optimizer"] = None, theirs
 
     # --- in ---
 
-    def template(self, metadata: Metadata) -> dict[str, Any]:
+    def template(self, metadata: Metadata, names_fit: bool = True) -> dict[str, Any]:
         """The state to load into. Tensors that training has are loaded in place; an optimizer that has none yet gets
-        new ones, with nothing in them, so that they are written to once."""
+        new ones, with nothing in them, so that they are written to once. If `names_fit`, they will be compared with
+        those that were saved, and need not be with torch's."""
         state: dict[str, Any] = {}
         if self.model is not None:
             state["model"] = self._model_state()
         if self.optimizers:
-            state["optimizer"] = self._new_optimizer_state(metadata) or self._optimizer_state()
+            new = self._new_optimizer_state(metadata)
+            state["optimizer"] = new or self._optimizer_state()
+            if not new and not names_fit:
+                self._check_names(state)
         for name, part in self.parts.items():
             state[name] = ()
             if f"{_REST}.{name}" in metadata.state_dict_metadata:
@@ -136,7 +145,7 @@ class TrainingState:
 
     def apply(self, state: Mapping[str, Any]) -> None:
         """Puts what was loaded into place, as far as it is not there already."""
-        if self.model is not None:
+        if self.model is not None and self._names is None:  # else it is the very memory of the model
             live = self._model_state()
             if not all(_is_same(value, live.get(name)) for name, value in state["model"].items()):
                 set_model_state_dict(self.model, dict(state["model"]))
