@@ -5,7 +5,22 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from bench import checkpoint, imports, instrument, interval, programs, recover, report, scale, size, span, steps, waste
+from bench import (
+    autotune,
+    checkpoint,
+    compile,
+    imports,
+    instrument,
+    interval,
+    programs,
+    recover,
+    report,
+    scale,
+    size,
+    span,
+    steps,
+    waste,
+)
 from bench.measure import Row, machine
 
 TOPICS: dict[str, ModuleType] = {
@@ -16,6 +31,8 @@ TOPICS: dict[str, ModuleType] = {
     "interval": interval,
     "checkpoint": checkpoint,
     "waste": waste,
+    "autotune": autotune,
+    "compile": compile,
 }  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_what_runs_inside_a_job_needs_the_standard_library_alone() -> None:
 def test_the_public_names_are_these() -> None:
     assert headway.__all__ == [
         "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Run", "UnknownJob", "__version__",
-        "current",
+        "compile_cache", "current",
     ]  # fmt: skip
     assert all(getattr(headway, name) is not None for name in headway.__all__)
 

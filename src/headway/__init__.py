@@ -20,18 +20,18 @@ TYPE_CHECKING = False  # as in `typing`, which takes its time to import, and a s
 if TYPE_CHECKING:
     from headway.checkpoint.checkpointer import Checkpointer
     from headway.errors import HeadwayError, InputError, PlatformError, UnknownJob
-    from headway.run import Activity, Run, current
+    from headway.run import Activity, Run, compile_cache, current
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Run", "UnknownJob", "__version__",
-    "current",
+    "compile_cache", "current",
 ]  # fmt: skip
 
 _HOME = dict.fromkeys(("HeadwayError", "InputError", "PlatformError", "UnknownJob"), "headway.errors")
 _HOME["Checkpointer"] = "headway.checkpoint"
-_HOME |= dict.fromkeys(("Activity", "Run", "current"), "headway.run")
+_HOME |= dict.fromkeys(("Activity", "Run", "compile_cache", "current"), "headway.run")
 
 
 def __getattr__(name: str) -> object:

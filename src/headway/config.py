@@ -36,6 +36,10 @@ class Settings:
     """What tells failures apart before headway's own rules do: a file of rules, or `package.module:function`."""
     policy: str = ""
     """What decides about a failure before headway's own policy does: `package.module:function`."""
+    compile_cache: str = ""
+    """Folder or URL of the store of compiled code. Set by `--compile-cache`."""
+    compile_group: str = ""
+    """Names the ranks that compile the same as this one, where not all do: a stage of a pipeline, say."""
     disable: str = ""
     """Set to 1, `headway.current()` records nothing."""
 

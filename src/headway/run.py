@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,10 +16,11 @@ from headway.events.clock import Clock
 from headway.events.journal import Nowhere, Writer
 from headway.events.process import describe, is_ranked, job_name, process_name, shares_no_id
 from headway.events.recorder import Recorder, Span
-from headway.events.vocabulary import STAGES, Activity, Process, ProcessEnd, Restored, Saved, clean_text
+from headway.events.vocabulary import STAGES, Activity, Process, ProcessEnd, Restored, Saved, Told, clean_text
 from headway.paths import JobPaths, folder_name, is_network, private_folder
 
 if TYPE_CHECKING:
+    from headway.compile.session import Session as CompileSession
     from headway.launch.notice import Listener, Notice
 
 T = TypeVar("T")
@@ -59,6 +61,55 @@ def join_unasked(began_ns: int, waited: bool = False) -> "Run":
         return _current
 
 
+def compile_cache(url: str | os.PathLike[str] | None = None, *, model: Any = None, group: str = "") -> None:
+    """Has this process take compiled code from a store, and keep there what it compiles itself. Call it early: all is
+    fetched while the rest starts up, and is there when the first function is compiled.
+
+    `url` is a folder or a URL; by default the one of `--compile-cache`, or a folder below headway's home. Jobs with the
+    same `model` (its structure counts), or without one the same script, share a bundle. `group` names the ranks that
+    compile the same, where not all do.
+    """
+    from headway.compile.caches import call_around
+    from headway.compile.key import model_name
+
+    run, program = current(), ""
+    if model is not None:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        parts = [(name, tuple(value.shape), str(value.dtype)) for name, value in named]
+        program = model_name(parts, type(model).__name__)
+    session = begin_compile_cache(run, os.fspath(url or ""), program, group, anew=True)
+    if session is not None and not run.watches_compiles:
+        run.watches_compiles = True
+        call_around(run.before_compile, run.after_compile)
+
+
+def begin_compile_cache(
+    run: "Run", url: str = "", program: str = "", group: str = "", anew: bool = False
+) -> "CompileSession | None":
+    """What a run does about its compile cache, from now on; None if there is none. A second call changes nothing,
+    unless `anew`."""
+    settings = _settings()
+    url = url or settings.compile_cache or (str(settings.home_folder / "compile") if anew else "")
+    if not url or settings.disable == "1" or (run.compiles is not None and not anew):
+        return run.compiles
+    try:
+        from headway.compile import key
+        from headway.compile.session import Place, Session
+
+        parts = key.parts(program or run._process.program, group or settings.compile_group or "all")
+        place = Place(rank=run.rank, world_size=run.world_size, is_known=anew or is_ranked(os.environ))
+        keys, mirror = settings.home_folder / "keys", settings.spool_folder / "compile"
+        session = Session(url, keys, mirror, parts, place, partial(run.mark, Told.COMPILE_CACHE))
+    except Exception as error:  # the job compiles as if there were none
+        _say(f"no compile cache ({type(error).__name__}: {error}).")
+        return None
+    if run.compiles is not None:
+        run.leaving.remove(run.compiles.close)
+    run.compiles = session
+    run.leaving.insert(0, session.close)
+    return session
+
+
 def _forget() -> None:
     """In a forked child: its parent's run is not its own."""
     global _current, _lock
@@ -85,6 +136,10 @@ class Run:
         self._stop: Notice | None = None
         self._at_stop: list[Callable[[int], object]] = []
         self._obeyed = False
+        self.compiles: CompileSession | None = None
+        """What this process does about its compile cache."""
+        self.watches_compiles = False
+        """Whether something calls that before and after each compilation."""
 
     def span(self, name: str, **attrs: Any) -> Span:
         """Times a `with` block. The names in `Activity` count in the ledger; any other is shown beside it."""
@@ -233,6 +288,16 @@ class Run:
             self._process, self.rank, self.world_size = new, new.rank, new.world_size
             self.recorder.record(new)
 
+    def before_compile(self) -> None:
+        """Torch is about to compile something: what others have compiled is in place from here on."""
+        if self.compiles is not None:
+            self.compiles.before_compile()
+
+    def after_compile(self) -> None:
+        """It has."""
+        if self.compiles is not None:
+            self.compiles.after_compile()
+
     def leave(self, status: int) -> None:
         """The process ends at once, with this status."""
         self.status = status
@@ -264,13 +329,7 @@ class Run:
 def _join(
     environ: Mapping[str, str] = os.environ, began_ns: int | None = None, unasked: bool = False, waited: bool = False
 ) -> Run:
-    clock = Clock()
-    try:
-        settings = Settings.from_environment(environ)
-    except InputError as error:
-        _say(f"{error} Going on without it.")
-        known = {name: value for name, value in environ.items() if name in Settings.variables()}
-        settings = Settings.from_environment(known)
+    clock, settings = Clock(), _settings(environ)
     job = job_name(environ, settings.job)
     if shares_no_id(environ, settings.job):
         _say("several nodes, and no id they share: each process is a job of its own. Set HEADWAY_JOB, or --rdzv-id.")
@@ -290,6 +349,14 @@ def _join(
     if process.rank == 0:
         _ask_platform(run, settings, environ)
     return run
+
+
+def _settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    try:
+        return Settings.from_environment(environ)
+    except InputError as error:
+        _say(f"{error} Going on without it.")
+        return Settings.from_environment({name: environ[name] for name in environ if name in Settings.variables()})
 
 
 def _seen_from_outside(process: Process, environ: Mapping[str, str], began_ns: int) -> Process:
@@ -414,4 +481,4 @@ def _say(text: str) -> None:
     print(f"headway: {text}", file=sys.stderr, flush=True)
 
 
-__all__ = ["Activity", "Run", "current"]
+__all__ = ["Activity", "Run", "compile_cache", "current"]

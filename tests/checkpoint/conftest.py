@@ -17,7 +17,7 @@ from broken_line import Line
 from file_systems import bound, mounted
 from keeping import end_keepers
 
-from headway.checkpoint.storage import Storage, open_storage
+from headway.storage import Storage, open_storage
 
 # --- an object store -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import xxhash
 
 from headway.checkpoint import layout
 from headway.checkpoint.layout import Manifest, Shard
-from headway.checkpoint.storage import Storage
+from headway.storage import Storage
 
 
 def image(size: int) -> memoryview:

@@ -24,10 +24,10 @@ from headway import Checkpointer
 from headway import run as run_module
 from headway.checkpoint import BadCheckpoint, SaveFailed, catalog, lease
 from headway.checkpoint.layout import LATEST, METADATA, OWNER
-from headway.checkpoint.storage import open_storage
 from headway.events.journal import Follower
 from headway.events.vocabulary import Mark
 from headway.run import Run
+from headway.storage import open_storage
 
 SIZE: dict[str, Any] = {"length": 1 << 13, "tensors": 4}
 """An eighth of a megabyte."""

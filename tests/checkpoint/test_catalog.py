@@ -13,8 +13,8 @@ from headway.checkpoint import catalog, layout
 from headway.checkpoint.catalog import checkpoints, find, newest, verify
 from headway.checkpoint.layout import METADATA, manifest_name, new_tag, shard_name, step_folder
 from headway.checkpoint.retention import Retention
-from headway.checkpoint.storage import Storage, open_storage
 from headway.errors import InputError, PlatformError
+from headway.storage import Storage, open_storage
 
 LAST = Retention(keep_last=1)
 

@@ -24,11 +24,11 @@ from trainers import fork, warm_up
 import headway
 from headway.checkpoint import BadCheckpoint, Retention, SaveFailed, catalog
 from headway.checkpoint.layout import step_folder
-from headway.checkpoint.storage import open_storage
 from headway.cli.source import open_job
 from headway.errors import InputError
 from headway.events.journal import Follower
 from headway.events.vocabulary import Mark, Restored, Saved
+from headway.storage import open_storage
 
 KILLED = -signal.SIGKILL
 

@@ -6,7 +6,7 @@ import pytest
 
 from headway.checkpoint.history import History
 from headway.checkpoint.lease import Owner
-from headway.checkpoint.storage import Storage, open_storage
+from headway.storage import Storage, open_storage
 
 
 @pytest.fixture

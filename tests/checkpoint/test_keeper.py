@@ -20,7 +20,7 @@ from headway.checkpoint.arena import Arena, Shape
 from headway.checkpoint.layout import new_tag, step_folder
 from headway.checkpoint.lease import Taken
 from headway.checkpoint.link import Link
-from headway.checkpoint.storage import open_storage
+from headway.storage import open_storage
 
 SIZE = 50_000
 PLACEHOLDER = "c0ffee00c0de"

@@ -10,7 +10,7 @@ import pytest
 
 from headway.checkpoint import lease
 from headway.checkpoint.lease import Owner, Taken, claim, holder, holds, refresh, release
-from headway.checkpoint.storage import Storage, open_storage
+from headway.storage import Storage, open_storage
 
 NOW_NS = 10**18
 
@@ -81,7 +81,7 @@ def test_a_process_of_this_machine_that_has_ended_is_followed_at_once(tmp_path: 
     storage = open_storage(tmp_path)
     code = (
         "import sys; from headway.checkpoint.lease import Owner, claim; "
-        "from headway.checkpoint.storage import open_storage; "
+        "from headway.storage import open_storage; "
         "claim(open_storage(sys.argv[1]), Owner.this('one', 'llama', 'here'))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

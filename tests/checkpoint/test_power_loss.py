@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from headway.checkpoint import catalog
 from headway.checkpoint.layout import LATEST, METADATA, generation_of
-from headway.checkpoint.storage import open_storage
+from headway.storage import open_storage
 
 SEEDS = 2
 SHAPES = [(40, 30), (40,), (17, 50), (3,)]

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from headway.checkpoint import BadCheckpoint, Reader, Writer
 from headway.checkpoint.reader import Source, stored
-from headway.checkpoint.storage import open_storage
 from headway.errors import InputError
+from headway.storage import open_storage
 
 WEIGHT = torch.arange(5000, dtype=torch.float32)
 

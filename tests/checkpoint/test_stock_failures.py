@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from trainers import Obedient, fork, is_equal, loaded, newest, state_at, wait_for
 
 from headway.checkpoint import Writer, catalog
-from headway.checkpoint.storage import open_storage
 from headway.cli import main
+from headway.storage import open_storage
 
 LARGE = {"length": 1 << 20, "tensors": 12}
 """A state of fifty megabytes: copying it takes a while."""

@@ -16,9 +16,9 @@ from broken_line import Line
 from file_systems import bound
 from saving import image
 
-from headway.checkpoint import storage as storage_module
-from headway.checkpoint.storage import CHUNK_BYTES, ObjectStore, Storage, is_part, open_storage
+from headway import storage as storage_module
 from headway.errors import InputError
+from headway.storage import CHUNK_BYTES, ObjectStore, Storage, is_part, open_storage
 
 
 def chunks(data: memoryview, size: int = 1 << 20) -> Iterator[memoryview]:
@@ -250,7 +250,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 def test_a_killed_upload_leaves_a_name_that_tells(tmp_path: Path) -> None:
     script = """
         import os, sys, time
-        from headway.checkpoint.storage import open_storage
+        from headway.storage import open_storage
         def chunks():
             yield memoryview(bytes(1 << 20))
             print("begun", flush=True)
@@ -269,7 +269,7 @@ def test_a_killed_upload_leaves_a_name_that_tells(tmp_path: Path) -> None:
 
 def calls_of(call: str, root: Path) -> list[str]:
     """The system calls about files below a root's parent that a call on its storage makes in a process of its own."""
-    script = f"import sys; from headway.checkpoint.storage import open_storage; open_storage(sys.argv[1]).{call}"
+    script = f"import sys; from headway.storage import open_storage; open_storage(sys.argv[1]).{call}"
     trace = root.parent.parent / "trace"
     command = ["strace", "-f", "-y", "-e", "trace=mkdir,fsync,rename,pwrite64,unlink,unlinkat", "-o", str(trace)]
     subprocess.run([*command, sys.executable, "-c", script, str(root)], check=True)
@@ -303,7 +303,7 @@ def test_a_checkpoint_is_deleted_from_its_commit_marker_on(tmp_path: Path) -> No
     root = tmp_path / "new" / "root"
     for name in (".metadata", *map(str, range(20))):
         open_storage(root).write(f"step-1/{name}", b"x")
-    first, second, *others = calls_of("remove_folder('step-1')", root)
+    first, second, *others = calls_of("remove_folder('step-1', '.metadata')", root)
     assert first.startswith("unlink(")
     assert ".metadata" in first
     assert second.startswith("fsync(")
@@ -321,7 +321,7 @@ def test_a_checkpoint_that_cannot_be_deleted_whole_does_not_load_any_more(tmp_pa
         pytest.skip("needs a file system with immutable files, and root")
     try:
         with pytest.raises(PermissionError):
-            storage.remove_folder("step-1")
+            storage.remove_folder("step-1", ".metadata")
     finally:
         subprocess.run(["chattr", "-i", tmp_path / "step-1" / "a"], check=True)
     assert ".metadata" not in storage.names("step-1")
@@ -428,7 +428,7 @@ def test_a_half_open_connection_ends_every_call(line: Line, s3_root: str) -> Non
 
 def test_a_process_whose_store_is_silent_can_still_end(line: Line, s3_root: str) -> None:
     line.fault = lambda method, path: "silence"
-    script = "import sys; from headway.checkpoint.storage import ObjectStore; ObjectStore(sys.argv[1], 0.5).names()"
+    script = "import sys; from headway.storage import ObjectStore; ObjectStore(sys.argv[1], 0.5).names()"
     done = subprocess.run([sys.executable, "-c", script, s3_root], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "TimeoutError: [Errno 110] no answer within" in done.stderr

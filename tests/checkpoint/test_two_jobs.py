@@ -21,8 +21,8 @@ from headway import Checkpointer
 from headway.checkpoint import SaveFailed, lease, link
 from headway.checkpoint.layout import LATEST, OWNER
 from headway.checkpoint.lease import STALE_S, Owner, Taken, claim, holder, holds, release
-from headway.checkpoint.storage import Storage, open_storage
 from headway.errors import InputError
+from headway.storage import Storage, open_storage
 
 S = 10**9
 SMALL: dict[str, Any] = {"length": 100, "tensors": 2}
@@ -194,7 +194,7 @@ def test_a_process_that_cannot_be_seen_from_another_container_is_not_dead(storag
     script = """
         import os, sys
         from headway.checkpoint.lease import Owner, claim
-        from headway.checkpoint.storage import open_storage
+        from headway.storage import open_storage
         claim(open_storage(sys.argv[1]), Owner.this("second", "second", "here"))
     """
     inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", textwrap.dedent(script), storage.url]

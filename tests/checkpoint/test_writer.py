@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from trainers import fork, warm_up
 
 from headway.checkpoint import SaveFailed, Writer, catalog
-from headway.checkpoint.storage import open_storage
 from headway.errors import HeadwayError, InputError
+from headway.storage import open_storage
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 import headway
 from headway import Checkpointer
 from headway.checkpoint import Save, SaveFailed, catalog
-from headway.checkpoint.storage import open_storage
+from headway.storage import open_storage
 
 PATIENCE_S = 60.0
 """For things that must happen in the end, on however slow a machine."""

@@ -14,8 +14,8 @@ from saving import save
 
 from headway.checkpoint.catalog import checkpoints
 from headway.checkpoint.layout import METADATA
-from headway.checkpoint.storage import open_storage
 from headway.cli import main
+from headway.storage import open_storage
 
 
 def run(*words: str | Path) -> Result:

@@ -1,6 +1,7 @@
 """What to do about it: fixes, ranked by the ETT points that each would give back at most."""
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ class _Remedy:
 
     title: str
     fix: str
+    """With `JOB` where the job's name belongs."""
     buckets: tuple[Bucket, ...]
     stage: str = ""
     detail: Callable[[Ledger], str] = lambda ledger: ""
@@ -76,19 +78,32 @@ def _recompiled(ledger: Ledger) -> str:
     return f"{worst} {times} because {why[worst][-1]}"
 
 
+def _cached(ledger: Ledger) -> str:
+    """What became of the compile cache the last time, if there is one."""
+    told = [each for _, each in _told(ledger, Told.COMPILE_CACHE) if each.get("outcome") in ("hit", "miss", "used")]
+    if not told:
+        return ""
+    last = told[-1]
+    if last["outcome"] == "miss":
+        return f"its bundle was not used ({last.get('why', '')})"
+    saved = f", and saved {last['seconds_saved']:.0f} s" if "seconds_saved" in last else ""
+    return f"its bundle was used{saved}; this is what was left"
+
+
 _INIT = (Bucket.START_TRAINER_INIT, Bucket.RECOVER_TRAINER_INIT)
 
 _SUPERVISE = "headway run, with torchrun's options, in place of torchrun"
 
 _REMEDIES = (
     _Remedy(
-        "compile from a cache that outlives the process",
-        "export TORCHINDUCTOR_CACHE_DIR=/a/folder/that/stays",
+        "take compiled code from a cache",
+        "headway run, or headway exec, with --compile-cache URL",
         (Bucket.START_PT2_COMPILATION, Bucket.RECOVER_PT2_COMPILATION),
+        detail=_cached,
     ),
     _Remedy(
         "stop recompiling when shapes change",
-        "TORCH_LOGS=recompiles shows why; then torch.compile(model, dynamic=True)",
+        "headway compile doctor JOB: it names each recompile, and what to tell torch",
         (Bucket.WASTE_RECOMPILATION,),
         detail=_recompiled,
     ),
@@ -212,7 +227,8 @@ def _bound(ledger: Ledger, remedy: _Remedy) -> Advice | None:
     saved = sum(lost.values())
     most = max(lost, key=lambda key: lost[key])
     title = ": ".join(filter(None, (remedy.title, remedy.detail(ledger))))
-    return Advice(title, points_back(ledger, remedy.buckets, saved), saved / 1e9, remedy.fix, str(most[0]))
+    fix = remedy.fix.replace("JOB", shlex.quote(ledger.job))
+    return Advice(title, points_back(ledger, remedy.buckets, saved), saved / 1e9, fix, str(most[0]))
 
 
 def _hidden_import(ledger: Ledger) -> Advice | None:

@@ -29,8 +29,8 @@ from headway.checkpoint.layout import (
     tag_in,
 )
 from headway.checkpoint.retention import Retention, to_prune
-from headway.checkpoint.storage import PART, Progress, Storage, is_part
 from headway.errors import InputError, PlatformError
+from headway.storage import PART, Progress, Storage, is_part
 
 State = Literal["committed", "partial", "foreign", "damaged"]
 _AT_ONCE = 16
@@ -225,7 +225,7 @@ def prune(storage: Storage, retention: Retention, *, dry_run: bool = False) -> l
     going += [each for each in found if each.state == "partial" and not each.pinned and _is_dead(each.tag, generation)]
     if not dry_run:
         for checkpoint in going:
-            storage.remove_folder(checkpoint.name)
+            storage.remove_folder(checkpoint.name, METADATA)
         for checkpoint in committed:
             if checkpoint not in going:
                 _sweep(storage, checkpoint, generation)

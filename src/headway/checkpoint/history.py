@@ -10,7 +10,7 @@ from headway.checkpoint.layout import HISTORY
 
 if TYPE_CHECKING:
     from headway.checkpoint.lease import Owner
-    from headway.checkpoint.storage import Storage
+    from headway.storage import Storage
 
 
 class History:

@@ -12,7 +12,7 @@ from headway.checkpoint.layout import OWNER
 from headway.errors import InputError
 
 if TYPE_CHECKING:
-    from headway.checkpoint.storage import Storage
+    from headway.storage import Storage
 
 REFRESH_S = 20.0
 STALE_S = 90.0

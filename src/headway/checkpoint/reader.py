@@ -29,8 +29,8 @@ from headway.checkpoint.arena import Arena
 from headway.checkpoint.image import ShardedTensor, chunks_of, leaves
 from headway.checkpoint.layout import METADATA, Manifest, Shard, marker_name, read_marker
 from headway.checkpoint.ranks import local_size
-from headway.checkpoint.storage import Storage, open_storage
 from headway.errors import HeadwayError
+from headway.storage import Storage, open_storage
 
 _RECORD = b"archive/data/0"
 _HEAD = 8192

@@ -26,8 +26,8 @@ from headway.checkpoint.lease import Owner, claim, holder, release
 from headway.checkpoint.link import Link
 from headway.checkpoint.ranks import Elsewhere, Ranks, local_size
 from headway.checkpoint.retention import Retention
-from headway.checkpoint.storage import open_storage
 from headway.errors import HeadwayError, InputError, PlatformError
+from headway.storage import open_storage
 
 MODES = {"auto": None, "two-slot": 2, "one-slot": 1, "streaming": 0}
 STREAM_PARTS = 4

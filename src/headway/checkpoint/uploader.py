@@ -33,9 +33,9 @@ from headway.checkpoint.layout import (
     tag_of,
 )
 from headway.checkpoint.retention import Retention
-from headway.checkpoint.storage import Storage, open_storage
 from headway.checkpoint.wire import Wire
 from headway.errors import InputError
+from headway.storage import Storage, open_storage
 
 CHUNK = 16 << 20
 THREADS = 4
@@ -257,7 +257,7 @@ def _make_room(place: Storage, tag: str) -> None:
     """Of the local copies leaves the last few: another rank may still upload the one before the last."""
     older = [each for each in catalog.checkpoints(place) if "" < each.tag < tag]
     for each in older[: 1 - LOCAL_COPIES]:
-        place.remove_folder(each.name)
+        place.remove_folder(each.name, METADATA)
 
 
 def _is_committed(storage: Storage, task: dict[str, Any]) -> bool:

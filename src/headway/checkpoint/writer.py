@@ -20,8 +20,8 @@ from torch.futures import Future
 
 from headway.checkpoint import image
 from headway.checkpoint.stager import Save, Stager
-from headway.checkpoint.storage import open_storage
 from headway.errors import InputError
+from headway.storage import open_storage
 
 
 class Writer(Stager, StorageWriter, AsyncStager):

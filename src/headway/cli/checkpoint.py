@@ -12,14 +12,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from headway.checkpoint import catalog, storage
+from headway import storage
+from headway.checkpoint import catalog
 from headway.checkpoint.catalog import Checkpoint
 from headway.checkpoint.layout import METADATA
 from headway.checkpoint.retention import Retention
-from headway.checkpoint.storage import Storage, open_storage
 from headway.cli.checkpoint_interval import interval
 from headway.errors import InputError, PlatformError
 from headway.observe.terminal import clock_time, plain
+from headway.storage import Storage, open_storage
 
 _STYLE = {"committed": "green", "partial": "yellow", "foreign": "cyan", "damaged": "red"}
 

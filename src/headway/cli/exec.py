@@ -40,8 +40,9 @@ class NotExecutable(click.ClickException):
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
 @click.option("--job", help="Name of the job. Default: the scheduler's id, or a new name after the script.")
+@click.option("--compile-cache", metavar="URL", help="Folder or URL to keep compiled code in, and to take it from.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def exec_command(job: str | None, command: tuple[str, ...]) -> None:
+def exec_command(job: str | None, compile_cache: str | None, command: tuple[str, ...]) -> None:
     """Run any COMMAND, unchanged, and measure it.
 
     `python train.py`, `torchrun …`, `srun …`, a shell script: every Python ≥ 3.11 that COMMAND starts is measured. The
@@ -50,7 +51,7 @@ def exec_command(job: str | None, command: tuple[str, ...]) -> None:
     environ = _given_environment()
     program = find_program(command[0], environ)
     if environ.get("HEADWAY_DISABLE") != "1":
-        environ = job_environment(environ, job, command)
+        environ = job_environment(environ, job, command, compile_cache)
         _announce(environ, Settings.from_environment(environ), command)
     _become(program, command, environ)
 
@@ -58,7 +59,9 @@ def exec_command(job: str | None, command: tuple[str, ...]) -> None:
 # --- the job's environment -------------------------------------------------------------------------------------------
 
 
-def job_environment(environ: Mapping[str, str], job: str | None, command: Sequence[str]) -> dict[str, str]:
+def job_environment(
+    environ: Mapping[str, str], job: str | None, command: Sequence[str], compile_cache: str | None = None
+) -> dict[str, str]:
     """What a command's processes need to know to be measured as one job."""
     settings = Settings.from_environment(environ)
     if job == "":
@@ -69,6 +72,8 @@ def job_environment(environ: Mapping[str, str], job: str | None, command: Sequen
         changed["HEADWAY_HOME"] = str(settings.home_folder)
     if settings.spool is not None:
         changed["HEADWAY_SPOOL"] = str(settings.spool_folder)
+    if store := compile_cache or settings.compile_cache:
+        changed["HEADWAY_COMPILE_CACHE"] = store if "://" in store else os.path.abspath(os.path.expanduser(store))
     return {**environ, **changed}
 
 

@@ -20,6 +20,8 @@ VERBS = {
     "compare": "headway.cli.compare:compare",
     "failures": "headway.cli.failures:failures",
     "checkpoint": "headway.cli.checkpoint:checkpoint",
+    "cache": "headway.cli.cache:cache",
+    "compile": "headway.cli.compile:compile_",
 }
 """Where each verb is. One is loaded when it is called: `exec` stands before a job, and must not take its time."""
 

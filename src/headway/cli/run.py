@@ -80,7 +80,8 @@ def run(words: tuple[str, ...]) -> None:
 def _first_environment(words: Sequence[str]) -> dict[str, str]:
     """What workers will find when they import torch, as far as it is known before torchrun's options are read."""
     measured = os.environ.get("HEADWAY_DISABLE") != "1"
-    environ = job_environment(os.environ, None, words) if measured else dict(os.environ)
+    store = option_of(head_of(words), "compile-cache")
+    environ = job_environment(os.environ, None, words, store) if measured else dict(os.environ)
     if (option_of(head_of(words), "nproc-per-node") or os.environ.get("PET_NPROC_PER_NODE", "1")) != "1":
         environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it
     return environ
@@ -100,7 +101,7 @@ def _supervise(words: Sequence[str], crew: Crew) -> int:
     if note := elastic.check_version():
         say(note)
     if os.environ.get("HEADWAY_DISABLE") != "1":
-        os.environ.update(job_environment(os.environ, args.job, ["headway", "run", *words]))
+        os.environ.update(job_environment(os.environ, args.job, ["headway", "run", *words], args.compile_cache))
     with TemporaryDirectory(prefix="headway-run-", ignore_cleanup_errors=True) as scratch:
         config, command = elastic.launch_config(args, scratch)
         crew.size = config.nproc_per_node
@@ -136,6 +137,9 @@ def parser() -> ArgumentParser:
         "--preload", default="", metavar="MODULES",
         help="Modules that workers find imported, besides torch; separated by commas. Not what you edit meanwhile.",
     )  # fmt: skip
+    own.add_argument(
+        "--compile-cache", metavar="URL", help="Folder or URL to keep compiled code in, and to take it from."
+    )
     own.add_argument("--cold", action="store_true", help="Start each worker as a fresh process.")
     own.add_argument(
         "--hang-after", type=float, metavar="SECONDS",

@@ -62,7 +62,22 @@ class Told(StrEnum):
     IMPORTS = "imports"
     """`seconds`: how long packages took to import, each with all that it imported."""
     COMPILED = "compiled"
-    """`function`, `seconds`, `reason`: a compilation; the reason if it was not the function's first."""
+    """`id`, `function`, `seconds`, `reason`: a compilation; the reason if it was not the function's first. `limit`: it
+    was one too many, and the function runs uncompiled from there on."""
+    COMPILED_BACKWARD = "compiled_backward"
+    """`id`, `seconds`: what the backward of that compilation took, when it was first used."""
+    SOURCE_CHANGED = "source_changed"
+    """`id`, `function`, `source`, `kind`, `dim`, `seen`, `now`: within that compilation, a size or a number that was
+    another one before. `elsewhere`: in how many other functions something has the same name, and has not changed.
+    `dims`: whether this torch can be told of one dimension alone."""
+    GRAPH_BREAK = "graph_break"
+    """`where`, `reason`: a function was compiled in parts."""
+    GRAPH_CACHE = "graph_cache"
+    """`id`, `cache`, `state`, `reason`: `hit`, `miss` or `bypass` in one of torch's caches, and why it was bypassed."""
+    COMPILE_SETTINGS = "compile_settings"
+    """`trace`, `sources`: where torch writes a trace of its own, and which sizes it was told change, if it was."""
+    COMPILE_CACHE = "compile_cache"
+    """`outcome`, `key`, `url`, `about`, `why`, `seconds`, `seconds_saved`: what became of the job's compile cache."""
     HOOK_OFF = "hook_off"
     """`hook`, `error`: a hook raised, and was taken out."""
     ASYNCHRONOUS_DEVICE = "asynchronous_device"

@@ -67,6 +67,7 @@ class Session:
             for name, begin_ns, end_ns in self.watch.early:
                 run.recorder.period(Activity.IMPORTS, begin_ns, end_ns, module=name)
             self.watch.early.clear()
+            runs.begin_compile_cache(run)
         if role and self.run is not None:
             self.run.becomes(role, rank, world_size)
 

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a folder, or an object store. Whatever is written is there whole and safe, or not at all.
+"""Where files are kept: a folder, or an object store. Whatever is written is there whole and safe, or not at all.
 
 Typical use::
 
@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from headway.checkpoint.layout import METADATA
 from headway.errors import InputError
 
 CHUNK_BYTES = 16 << 20
@@ -50,7 +49,7 @@ def open_storage(url: str | os.PathLike[str]) -> "Storage":
     if "://" in text and not text.startswith("file://"):
         return ObjectStore(text)
     if not (path := text.removeprefix("file://")):
-        raise InputError("the place for checkpoints is empty. Give a folder, or a URL such as s3://bucket/job.")
+        raise InputError("the place is empty. Give a folder, or a URL such as s3://bucket/job.")
     return LocalFolder(Path(path))
 
 
@@ -99,8 +98,8 @@ class Storage(ABC):
         """Deletes a file, if it is there."""
 
     @abstractmethod
-    def remove_folder(self, folder: str) -> None:
-        """Deletes a checkpoint: its commit marker first, so that what a crash leaves behind never loads."""
+    def remove_folder(self, folder: str, first: str = "") -> None:
+        """Deletes a folder, and one file of it first: so that what a crash leaves behind never loads."""
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         """A file's bytes, in one buffer that is used over and over."""
@@ -182,10 +181,11 @@ class LocalFolder(Storage):
     def remove(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
 
-    def remove_folder(self, folder: str) -> None:
+    def remove_folder(self, folder: str, first: str = "") -> None:
         path = self._path(folder)
         if path.is_dir():
-            (path / METADATA).unlink(missing_ok=True)
+            if first:
+                (path / first).unlink(missing_ok=True)
             _sync_folder(path)
             shutil.rmtree(path, onerror=_unless_gone)
 
@@ -325,7 +325,7 @@ class ObjectStore(Storage):
         try:
             self._fs, root = fsspec.core.url_to_fs(self.url, **_options(self.url))
         except (ValueError, ImportError) as error:
-            raise InputError(f"checkpoints cannot be kept at {url}: {error}.") from error
+            raise InputError(f"nothing can be kept at {url}: {error}.") from error
         self._root: str = root.rstrip("/")
 
     def names(self, folder: str = "") -> list[str]:
@@ -377,8 +377,9 @@ class ObjectStore(Storage):
         with contextlib.suppress(FileNotFoundError):
             self._call(name, self._fs.rm_file, self._path(name))
 
-    def remove_folder(self, folder: str) -> None:
-        self.remove(f"{folder}/{METADATA}")
+    def remove_folder(self, folder: str, first: str = "") -> None:
+        if first:
+            self.remove(f"{folder}/{first}")
         with contextlib.suppress(FileNotFoundError):
             self._call(folder, self._fs.rm, self._path(folder), recursive=True)
 

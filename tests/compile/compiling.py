@@ -1,0 +1,68 @@
+"""A program that compiles, for tests: says what it found in one line of JSON. Run as a process of its own."""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import headway
+from headway.run import current
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).relu() * 2
+
+
+class Base(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + 1
+
+
+class Inherits(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def step(function: Any, x: torch.Tensor) -> float:
+    loss = function(x).square().mean()
+    if loss.requires_grad:
+        loss.backward()
+    return float(loss)
+
+
+def main(told: dict[str, Any]) -> dict[str, Any]:
+    if told.get("meets"):
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Inherits() if told.get("inherits") else Small()
+    if told.get("store"):
+        headway.compile_cache(told["store"], model=model)
+    compiled = torch.compile(model, backend=told.get("backend", "inductor"))
+    losses = [step(compiled, torch.ones(size, 8)) for size in told.get("sizes", [4])]
+    if told.get("second"):
+        session = current().compiles
+        assert session is not None
+        session.save()
+        losses.append(step(torch.compile(lambda x: (x.sin() + 3).sum(dim=0)), torch.ones(4, 8)))
+    if told.get("lingers"):
+        time.sleep(told["lingers"])
+    session, counters = current().compiles, torch._dynamo.utils.counters
+    return {
+        "losses": losses, "outcome": session._outcome if session else None, "key": session.key if session else "",
+        "compiles": counters["stats"]["unique_graphs"], "hits": counters["inductor"]["fxgraph_cache_hit"],
+        "misses": counters["inductor"]["fxgraph_cache_miss"], "rank": int(os.environ.get("RANK", 0)),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))), flush=True)
