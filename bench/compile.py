@@ -30,7 +30,7 @@ def run(quick: bool) -> list[Row]:
         rows = []
         for model in ("DLRM",) if quick else ("DLRM", "transformer"):
             rows += _rows(model, [_round(folder / f"{model}-{number}", model) for number in range(1 if quick else 3)])
-        return [*rows, _unused_row(folder)]
+        return [*rows, *_recompile_rows(folder), _unused_row(folder)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -50,12 +50,8 @@ def _round(folder: Path, model: str) -> dict[str, Told]:
 
 
 def _session(machine: Path, told: Told, cache: str) -> Told:
-    (machine / "tmp").mkdir(parents=True, exist_ok=True)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "TORCHINDUCTOR"))}
-    environ |= {
-        "TMPDIR": str(machine / "tmp"), "HEADWAY_HOME": str(machine / "home"), "HEADWAY_JOB": "bench",
-        "TORCHINDUCTOR_CACHE_DIR": str(machine / "cache"), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
-    }  # fmt: skip
+    environ = _machine(machine) | {"HEADWAY_HOME": str(machine / "home"), "HEADWAY_JOB": "bench"}
+    environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     command = [sys.executable, "-m", "bench.compilers", json.dumps(told | {"cache": cache})]
     if cache == "headway":
         command = [sys.executable, "-m", "headway", "exec", "--compile-cache", told["store"], *command]
@@ -98,6 +94,37 @@ def _hooks(found: dict[str, Told]) -> float:
     """What they take in a cold job's place: their own time, less the wait that is its own row."""
     own = found["headway"]["hooks"] - found["headway"]["outcome"].get("waited", 0)
     return float(own / found["cold"]["took"])
+
+
+def _recompile_rows(folder: Path) -> list[Row]:
+    """`examples/ragged.py`, whose `forward` calls its parent's: cold; then as the doctor has it, on a new machine."""
+    store, found = str(folder / "ragged"), []
+    for name in ("before", "after"):
+        environ = _machine(folder / name) | {"HEADWAY_HOME": str(folder / "home")}
+        _headway(["exec", "--job", name, "--compile-cache", store, sys.executable, "examples/ragged.py"], environ)
+        found.append(json.loads(_headway(["compile", "doctor", name, "--json"], environ)))
+        if name == "before":
+            _headway(["compile", "doctor", name, "--apply"], environ)
+    counts = [sum(each["times"] for each in told["recompiles"]) for told in found]
+    before, after = ([float(told["compiling_s"])] for told in found)
+    return [
+        Row(
+            "recompiles on the next run, ragged inputs", "", [float(counts[1])], peer=f"{counts[0]} at first", at_most=0
+        ),
+        Row("compiling on the next run, ragged inputs", "s", after, before, "at first"),
+    ]
+
+
+def _headway(words: list[str], environ: dict[str, str]) -> str:
+    command = [sys.executable, "-m", "headway", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+
+
+def _machine(folder: Path) -> dict[str, str]:
+    """The environment of a machine that has compiled nothing yet."""
+    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "TORCHINDUCTOR"))}
+    return environ | {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
 
 
 def _unused_row(folder: Path) -> Row:
