@@ -104,7 +104,8 @@ def _marks(reader: JobReader) -> dict[str, list[Mark]]:
     """What each process has marked."""
     marks: dict[str, list[Mark]] = {}
     for name, batch in reader.poll():
-        marks.setdefault(name, []).extend(each for each in batch.records if isinstance(each, Mark))
+        records = batch.load()[0] if batch.load else batch.records  # of a finished process, a node keeps the sum
+        marks.setdefault(name, []).extend(each for each in records if isinstance(each, Mark))
     return marks
 
 

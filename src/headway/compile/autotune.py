@@ -146,6 +146,9 @@ class Tables:
         self._tables: dict[str, Timings] = {}
         self._lock = threading.Lock()
 
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
     def hear(self, heard: Benchmark) -> None:
         """Takes in one benchmark."""
         with self._lock:

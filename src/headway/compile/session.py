@@ -84,6 +84,8 @@ class Session:
                 why = ""
                 files = {name[len(_FILE) :]: each.data for name, each in loaded.members.items() if name[:5] == _FILE}
                 caches.put(files, caches.folder(), self._job, self._place.rank)
+                if _CONFIGS in loaded.members:
+                    self._tuning.apply(configs_in(loaded.members[_CONFIGS].data))
                 with suppress(OSError):
                     self._store.touch(self.key)
             self._outcome = {
@@ -133,7 +135,8 @@ class Session:
     # --- around compilations ---
 
     def imported(self, name: str) -> None:
-        """One of the modules whose tuning is listened to has been imported."""
+        """One of the modules whose tuning is listened to has been imported: a process that tunes trains, too."""
+        self._compiles.set()
         self._tuning.imported(name)
 
     def before_compile(self) -> None:
@@ -171,8 +174,6 @@ class Session:
             caches.skip_headers()
         if _UNITS in members:
             caches.believe_vector_units(json.loads(members[_UNITS].data)["units"])
-        if _CONFIGS in members:
-            self._tuning.apply(configs_in(members[_CONFIGS].data))
         if _SOURCES in members:
             caches.make_dynamic(json.loads(members[_SOURCES].data)["sources"])
 
@@ -240,6 +241,7 @@ class Session:
         self._compiled.set()
         if self._saver is not None:
             self._saver.join(WAIT_S)
+        if self._place.rank == 0 and (self._saver is not None or self._tables):
             self.save()
             if (saved := self.seconds_saved()) is not None:
                 self._tell(outcome="used", key=self.key, seconds_saved=round(saved, 2))
