@@ -55,7 +55,7 @@ class Session:
         self._job = f"headway-{self.key}"
         self._began, self._tag = time.time() - time.process_time(), os.urandom(8).hex()
         self._tables = Tables()
-        self._tuning = Tuning(self._tables.hear, lambda text: self._tell(outcome="tuning", key=self.key, why=text))
+        self._tuning = Tuning(self._tables.hear, lambda text: self._say(outcome="tuning", why=text))
         self._loaded: Loaded | None = None
         self._outcome: dict[str, Any] = {}
         self._seconds, self._since = 0.0, 0.0
@@ -68,6 +68,9 @@ class Session:
         self._saver: threading.Thread | None = None
         self._loader = threading.Thread(target=self._load, name="headway-compile-cache", daemon=True)
         self._loader.start()
+
+    def _say(self, **told: Any) -> None:
+        self._tell(key=self.key, url=self.url, about=json.dumps(self.about), **told)
 
     # --- in ---
 
@@ -150,7 +153,7 @@ class Session:
             try:
                 self._make_ready()
             except Exception as error:  # as above
-                self._tell(outcome="miss", key=self.key, why=f"{type(error).__name__}: {error}")
+                self._say(outcome="miss", why=f"{type(error).__name__}: {error}")
 
     def _make_ready(self) -> None:
         began = time.perf_counter()
@@ -163,7 +166,7 @@ class Session:
         if self._outcome.get("outcome") == "hit" and self._loaded is not None:
             self._apply(self._loaded.members)
         self._outcome["waited"] = round(time.perf_counter() - began, 4)
-        self._tell(key=self.key, url=self.url, about=json.dumps(self.about), **self._outcome)
+        self._say(**self._outcome)
 
     def _have_met(self) -> bool:
         dist = sys.modules.get("torch.distributed")
@@ -205,9 +208,9 @@ class Session:
             new = self._new(files)
             if new:
                 size = self._store.save(self.key, new, self.about, self._tag)
-                self._tell(outcome="saved", key=self.key, members=len(new), bytes=size)
+                self._say(outcome="saved", members=len(new), bytes=size)
         except Exception as error:  # the next run compiles again, and this one goes on
-            self._tell(outcome="not saved", key=self.key, why=f"{type(error).__name__}: {error}")
+            self._say(outcome="not saved", why=f"{type(error).__name__}: {error}")
 
     def _new(self, files: Mapping[str, bytes]) -> Members:
         """Empty if there is nothing but shapes that were seen before."""
@@ -244,4 +247,4 @@ class Session:
         if self._place.rank == 0 and (self._saver is not None or self._tables):
             self.save()
             if (saved := self.seconds_saved()) is not None:
-                self._tell(outcome="used", key=self.key, seconds_saved=round(saved, 2))
+                self._say(outcome="used", seconds_saved=round(saved, 2))
