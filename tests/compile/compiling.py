@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import headway
 from headway.run import current
@@ -40,6 +41,16 @@ def step(function: Any, x: torch.Tensor) -> float:
     return float(loss)
 
 
+def train(model: nn.Module, compiled: Any) -> list[float]:
+    """From a loader, with an optimizer."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for (x,) in DataLoader(TensorDataset(torch.ones(12, 8)), batch_size=4):
+        losses.append(step(compiled, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def main(told: dict[str, Any]) -> dict[str, Any]:
     if told.get("meets"):
         dist.init_process_group("gloo")
@@ -48,6 +59,8 @@ def main(told: dict[str, Any]) -> dict[str, Any]:
     if told.get("store"):
         headway.compile_cache(told["store"], model=model)
     compiled = torch.compile(model, backend=told.get("backend", "inductor"))
+    if told.get("loads"):
+        return {"losses": train(model, compiled), "key": current().compiles.key}  # type: ignore[union-attr]
     losses = [step(compiled, torch.ones(size, 8)) for size in told.get("sizes", [4])]
     if told.get("second"):
         session = current().compiles

@@ -137,6 +137,13 @@ def test_an_unmodified_program_finds_and_keeps_what_it_compiles(tmp_path: Path) 
     assert told[1]["seconds_saved"] > 0
 
 
+def test_what_its_first_batch_looks_like_is_kept_with_the_bundle(tmp_path: Path) -> None:
+    through = [sys.executable, "-m", "headway", "exec", "--compile-cache", str(tmp_path / "store")]
+    told = Machine(tmp_path / "one").run(through=through, loads=True)
+    kept = Store(str(tmp_path / "store")).load(told["key"]).members["batch.json"]
+    assert json.loads(kept.data)["sequence"][0]["tensor"] == [4, 8]
+
+
 def test_a_program_that_compiles_nothing_imports_nothing_and_stores_nothing(tmp_path: Path) -> None:
     code = "import sys, torch; print([name for name in sys.modules if name.startswith('torch._inductor')])"
     plain, cached = (

@@ -15,11 +15,12 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.source import home
+from headway.cli.source import compile_cache_of, home, marks_of, open_job, open_store
 from headway.compile.store import Entry, Progress, Store
 from headway.compile.trust import Keys
 from headway.errors import InputError, PlatformError
 from headway.observe.terminal import clock_time, plain
+from headway.paths import jobs_in
 
 _UNITS = {
     "": 1,
@@ -78,7 +79,7 @@ def cache() -> None:
 @_json
 def list_(store: str | None, as_json: bool) -> None:
     """List the keys, the one that was used last first."""
-    place = _open(store)
+    place = open_store(store)
     entries = place.entries()
     if as_json:
         click.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
@@ -98,7 +99,7 @@ def list_(store: str | None, as_json: bool) -> None:
 @_json
 def info(key: str, store: str | None, as_json: bool) -> None:
     """Say what KEY was made from, what is stored under it, and who has signed it."""
-    place = _open(store)
+    place = open_store(store)
     entry = _one(place, key)
     manifests = place.manifests(entry.key)
     kinds: Counter[str] = Counter()
@@ -127,11 +128,11 @@ def info(key: str, store: str | None, as_json: bool) -> None:
 def key_(a: str | None, b: str | None, store: str | None, as_json: bool) -> None:
     """Say which parts make up the key A, or in which parts A and B differ.
 
-    Without either, the key that a job would have here and now.
+    A and B are keys, or jobs that ran with a compile cache. Without either, the key that a job would have here and now.
     """
     from headway.compile import key
 
-    found = [_parts(_open(store), each) for each in (a, b) if each]
+    found = [_parts(open_store(store), each) for each in (a, b) if each]
     if not found:
         here = key.parts()
         found = [(key.digest(here), here)]
@@ -163,7 +164,7 @@ def verify(ctx: click.Context, key: str | None, store: str | None, as_json: bool
 
     The exit code is 1 if something would not be loaded.
     """
-    place = _open(store)
+    place = open_store(store)
     chosen = [_one(place, key)] if key else place.entries()
     with _progress("verifying", sum(each.bytes for each in chosen)) as done:
         problems = {each.key: place.verify(each.key, done) for each in chosen}
@@ -188,7 +189,7 @@ def verify(ctx: click.Context, key: str | None, store: str | None, as_json: bool
 @click.pass_context
 def push(ctx: click.Context, key: str, to: str, store: str | None) -> None:
     """Copy what is stored under KEY to another store, signed."""
-    _copy(ctx, _open(store), _open(to), key)
+    _copy(ctx, open_store(store), open_store(to), key)
 
 
 @cache.command()
@@ -198,7 +199,7 @@ def push(ctx: click.Context, key: str, to: str, store: str | None) -> None:
 @click.pass_context
 def pull(ctx: click.Context, key: str, source: str, store: str | None) -> None:
     """Copy what another store has under KEY, as far as you trust its signers."""
-    _copy(ctx, _open(source), _open(store), key)
+    _copy(ctx, open_store(source), open_store(store), key)
 
 
 @cache.command()
@@ -206,7 +207,7 @@ def pull(ctx: click.Context, key: str, source: str, store: str | None) -> None:
 @_store
 def prune(max_size: int, store: str | None) -> None:
     """Delete the keys that were not used for longest, until the rest is no larger than that."""
-    for entry in (gone := _open(store).prune(max_size)):
+    for entry in (gone := open_store(store).prune(max_size)):
         click.echo(f"deleted {entry.key[:12]}  {decimal(entry.bytes)}  used {_when(entry.used_ns) or 'never'}")
     if not gone:
         click.echo("Nothing to delete.")
@@ -261,10 +262,6 @@ def _keys() -> Keys:
     return Keys.at(home() / "keys")
 
 
-def _open(url: str | None) -> Store:
-    return Store(url or str(home() / "compile"), keys=_keys())
-
-
 def _one(place: Store, prefix: str) -> Entry:
     """The key that begins so; InputError if none does, or several do."""
     if len(prefix) < _SHORTEST_PREFIX:
@@ -278,7 +275,12 @@ def _one(place: Store, prefix: str) -> Entry:
 
 
 def _parts(place: Store, prefix: str) -> tuple[str, dict[str, str]]:
-    """A stored key, and what it was made from."""
+    """A stored key, or that of a job, and what it was made from."""
+    if prefix in jobs_in(home()):
+        used = compile_cache_of(mark for each in marks_of(open_job(prefix).reader).values() for mark in each)
+        if used is None:
+            raise InputError(f"job {prefix!r} used no compile cache: run it with --compile-cache URL.")
+        return used["key"], used["about"]
     entry = _one(place, prefix)
     if not entry.about:
         raise InputError(f"nothing under {entry.key} is believed: `headway cache verify {entry.key[:12]}` says why.")

@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 from headway.cli.exec import script_of
-from headway.cli.source import home, open_job
+from headway.cli.source import compile_cache_of, home, marks_of, open_job, open_store
 from headway.compile.doctor import REMEDIES, VARIABLE, Cause, Change, Diagnosis, Recompile, diagnose
 from headway.errors import InputError, PlatformError, nearest
 from headway.events.job import JobReader
-from headway.events.vocabulary import Mark, Told
+from headway.events.vocabulary import Mark
 from headway.observe.terminal import plain
 from headway.paths import jobs_in
 
@@ -89,7 +89,7 @@ def doctor(ctx: click.Context, job: str | None, as_json: bool, apply: bool) -> N
         if code and job not in jobs_in(home()):  # it never began, and has said why
             ctx.exit(code)
     reader = open_job(job).reader
-    marks = _marks(reader)
+    marks = marks_of(reader)
     found = diagnose(marks.values())
     if as_json:
         click.echo(json.dumps(_summary(reader, found), indent=2))
@@ -98,15 +98,6 @@ def doctor(ctx: click.Context, job: str | None, as_json: bool, apply: bool) -> N
     if apply:
         click.echo(_apply(found, [mark for each in marks.values() for mark in each]), err=as_json)
     ctx.exit(code)
-
-
-def _marks(reader: JobReader) -> dict[str, list[Mark]]:
-    """What each process has marked."""
-    marks: dict[str, list[Mark]] = {}
-    for name, batch in reader.poll():
-        records = batch.load()[0] if batch.load else batch.records  # of a finished process, a node keeps the sum
-        marks.setdefault(name, []).extend(each for each in records if isinstance(each, Mark))
-    return marks
 
 
 # --- a command -------------------------------------------------------------------------------------------------------
@@ -133,26 +124,24 @@ def measure(command: Sequence[str], job: str, stdout: int | None = None) -> int:
 def _apply(found: Diagnosis, marks: Iterable[Mark]) -> str:
     """Adds the sources to the bundle that the job used; says so."""
     from headway.compile.bundle import Member
-    from headway.compile.store import Store
-    from headway.compile.trust import Keys
 
     if not found.sources:
         return "Nothing to apply: no recompile was one that torch could be spared by a value."
-    used = [mark.attrs for mark in marks if mark.name == Told.COMPILE_CACHE and mark.attrs.get("url")]
-    if not used:
+    used = compile_cache_of(marks)
+    if used is None:
         raise InputError(
             "the job has no compile cache to store this with. Run it with --compile-cache URL and apply then, or set "
             f"the variable where it is started:\n  {_export(found)}"
         )
-    key, url = str(used[-1]["key"]), str(used[-1]["url"])
-    store = Store(url, keys=Keys.at(home() / "keys"), mirror=home() / "compile-mirror")
+    key, url = used["key"], used["url"]
+    store = open_store(url)
     known = store.load(key).members.get(_SOURCES)
     before = set(json.loads(known.data)["sources"]) if known else set()
     sources = sorted(before | set(found.sources))
     data = json.dumps({"sources": sources}, indent=2).encode()
     tag = f"doctor_{os.urandom(4).hex()}"
     try:
-        store.save(key, {_SOURCES: Member(data=data, saved_ns=time.time_ns())}, json.loads(used[-1]["about"]), tag)
+        store.save(key, {_SOURCES: Member(data=data, saved_ns=time.time_ns())}, used["about"], tag)
     except OSError as error:
         raise PlatformError(
             f"nothing was stored in {url}: {error.strerror or error}. Apply again once it is there."

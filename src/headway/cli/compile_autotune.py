@@ -11,15 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.source import home, open_job
+from headway.cli.source import compile_cache_of, marks_of, open_job, open_store
 from headway.compile import autotune as tables
 from headway.compile.autotune import CONFIGS, Timings, configs_in
 from headway.compile.bundle import Member, Members
 from headway.compile.store import Store
-from headway.compile.trust import Keys
 from headway.errors import InputError, PlatformError
 from headway.events.job import JobReader
-from headway.events.vocabulary import Mark, Told
 from headway.observe.terminal import plain
 
 
@@ -91,12 +89,8 @@ def autotune(
 # --- which bundle ----------------------------------------------------------------------------------------------------
 
 
-def _opened(url: str) -> Store:
-    return Store(url, keys=Keys.at(home() / "keys"), mirror=home() / "compile-mirror")
-
-
 def _given(url: str, key: str) -> tuple[Store, str, dict[str, str]]:
-    store = _opened(url)
+    store = open_store(url)
     matches = [each for each in store.stored() if each.startswith(key)]
     if len(matches) != 1:
         raise InputError(
@@ -107,16 +101,13 @@ def _given(url: str, key: str) -> tuple[Store, str, dict[str, str]]:
 
 def _of_job(reader: JobReader) -> tuple[Store, str, dict[str, str]]:
     """The bundle that a job has used last, as its journal tells."""
-    batches = [batch for _, batch in reader.poll()]
-    records = [record for batch in batches for record in (batch.load()[0] if batch.load else batch.records)]
-    marks = [record for record in records if isinstance(record, Mark) and record.name == Told.COMPILE_CACHE]
-    used = [mark.attrs for mark in sorted(marks, key=lambda mark: mark.t_ns) if mark.attrs.get("url")]
-    if not used:
+    used = compile_cache_of(mark for each in marks_of(reader).values() for mark in each)
+    if used is None:
         raise InputError(
             f"job {reader.paths.job!r} used no compile cache, and timings are stored there. Run it with"
             f" --compile-cache URL, or name a bundle with --store and --key."
         )
-    return _opened(str(used[-1]["url"])), str(used[-1]["key"]), json.loads(used[-1].get("about") or "{}")
+    return open_store(used["url"]), used["key"], used["about"]
 
 
 # --- the next run ----------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """From a job's name on the command line to its accounts."""
 
 import gc
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headway.accounting.attempts import Instant
 from headway.accounting.ledger import JobAccounts, Ledger
@@ -12,7 +14,11 @@ from headway.config import Settings
 from headway.errors import UnknownJob, nearest
 from headway.events.clock import Clock
 from headway.events.job import JobReader
+from headway.events.vocabulary import Mark, Told
 from headway.paths import JobPaths, jobs_in
+
+if TYPE_CHECKING:
+    from headway.compile.store import Store
 
 
 @dataclass
@@ -57,6 +63,33 @@ def _without_collections() -> Iterator[None]:
 def home() -> Path:
     """The folder that holds the jobs."""
     return Settings.from_environment().home_folder
+
+
+def open_store(url: str | None = None) -> "Store":
+    """A store of compiled code; by default the one in this home."""
+    from headway.compile.store import Store
+    from headway.compile.trust import Keys
+
+    keys, mirror = Keys.at(home() / "keys"), Settings.from_environment().spool_folder / "compile"
+    return Store(url or str(home() / "compile"), keys=keys, mirror=mirror)
+
+
+def marks_of(reader: JobReader) -> dict[str, list[Mark]]:
+    """What each process of a job has marked."""
+    marks: dict[str, list[Mark]] = {}
+    for name, batch in reader.poll():
+        records = batch.load()[0] if batch.load else batch.records  # of a finished process, a node keeps the sum
+        marks.setdefault(name, []).extend(each for each in records if isinstance(each, Mark))
+    return marks
+
+
+def compile_cache_of(marks: Iterable[Mark]) -> dict[str, Any] | None:
+    """The bundle that a job has used last, as its journal tells: `key`, `url` and `about`; None if it had none."""
+    told = [mark for mark in marks if mark.name == Told.COMPILE_CACHE and mark.attrs.get("url")]
+    if not told:
+        return None
+    last = max(told, key=lambda mark: mark.t_ns).attrs
+    return {"key": str(last["key"]), "url": str(last["url"]), "about": json.loads(last.get("about") or "{}")}
 
 
 def open_job(name: str | None) -> Source:

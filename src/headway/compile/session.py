@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.compile import caches, key
+from headway.compile import batch, caches, key
 from headway.compile.autotune import Tables, configs_in
 from headway.compile.bundle import Member, Members
 from headway.compile.store import Loaded, Store
@@ -63,7 +63,7 @@ class Session:
         self._compiles = threading.Event()
         """It does: this process trains."""
         self._compiled = threading.Event()
-        self._last = 0.0
+        self._last, self._batch = 0.0, b""
         self._saved: set[tuple[str, bytes]] = set()
         self._saver: threading.Thread | None = None
         self._loader = threading.Thread(target=self._load, name="headway-compile-cache", daemon=True)
@@ -136,6 +136,13 @@ class Session:
         return True
 
     # --- around compilations ---
+
+    def fetched(self, fetched: Any) -> None:
+        """A batch has come, before the first step: the last one of these is what the first step compiles for."""
+        try:
+            self._batch = batch.as_bytes(fetched)
+        except (TypeError, ValueError, RuntimeError):  # of a kind that nobody could make up: then none will be
+            self._batch = b""
 
     def imported(self, name: str) -> None:
         """One of the modules whose tuning is listened to has been imported: a process that tunes trains, too."""
@@ -225,6 +232,8 @@ class Session:
         self._saved |= state
         if _SECONDS not in known:
             new[_SECONDS] = json.dumps({"cold_s": round(self._seconds, 3)}).encode()
+        if self._batch and self._batch != known.get(batch.NAME, Member(b"", 0)).data:
+            new[batch.NAME] = self._batch
         if _UNITS not in known and (units := caches.vector_units()):
             new[_UNITS] = json.dumps({"units": units}).encode()
         return {name: Member(data=data, saved_ns=now) for name, data in new.items()}

@@ -240,6 +240,8 @@ def _loaders(session: "Session", loader_class: Any, iterator_class: Any) -> None
             raise
         try:
             tracker.fetched(way, asked)
+            if session.awaits_batch:
+                session.came(batch)
         except Exception as error:  # as above
             failed(error)
         return batch

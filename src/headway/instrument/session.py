@@ -38,6 +38,8 @@ class Session:
         self._joined_ns = 0
         self.ignores_steps = 0
         """Above 0 while an optimizer steps that trains nothing."""
+        self.awaits_batch = False
+        """Whether the compile cache wants to see the batch that the first step is for."""
         self.waited = False
         """Whether the process was kept waiting for something to do, and counts from there."""
 
@@ -67,7 +69,7 @@ class Session:
             for name, begin_ns, end_ns in self.watch.early:
                 run.recorder.period(Activity.IMPORTS, begin_ns, end_ns, module=name)
             self.watch.early.clear()
-            runs.begin_compile_cache(run)
+            self.awaits_batch = runs.begin_compile_cache(run) is not None
         if role and self.run is not None:
             self.run.becomes(role, rank, world_size)
 
@@ -79,6 +81,7 @@ class Session:
 
     def _forked(self) -> None:
         self.run = self.recorder = self.tracker = None
+        self.awaits_batch = False
         self._open = threading.local()
         self._stacks.clear()
 
@@ -96,8 +99,14 @@ class Session:
             self.recorder.mark(Told.IMPORTS, seconds={name: round(slow[name] / 1e9, 3) for name in first})
         self.watch.took_ns.clear()
 
+    def came(self, batch: Any) -> None:
+        """A batch, before the first step."""
+        if self.run is not None and self.run.compiles is not None:
+            self.run.compiles.fetched(batch)
+
     def first_step_done(self) -> None:
         """Training has begun: what only watched the start-up goes, and the imports of the start are told."""
+        self.awaits_batch = False
         calls, self.on_first_step = self.on_first_step, []
         for call in calls:
             call()
