@@ -79,10 +79,10 @@ def main() -> None:
         losses.append(float(torch.compile(function)(torch.ones(4, 8))))
     _save(told)
     counters, session = torch._dynamo.utils.counters["inductor"], current().compiles
-    outcome = session._outcome if session else {}
+    outcome = session.outcome if session else {}
     print(json.dumps({
         "took": took, "losses": losses, "misses": counters["fxgraph_cache_miss"], "hits": counters["fxgraph_cache_hit"],
-        "outcome": outcome, "hooks": spent[0], "compile": session._seconds if session else 0.0,
+        "outcome": outcome, "hooks": spent[0], "compile": session.seconds if session else 0.0,
     }), flush=True)  # fmt: skip
 
 

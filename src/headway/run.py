@@ -72,15 +72,24 @@ def compile_cache(url: str | os.PathLike[str] | None = None, *, model: Any = Non
     from headway.compile.caches import call_around
     from headway.compile.key import model_name
 
+    if may_be_helper():  # a data worker that imports the script
+        return
     run, program = current(), ""
     if model is not None:
         named = [*model.named_parameters(), *model.named_buffers()]
-        parts = [(name, tuple(value.shape), str(value.dtype)) for name, value in named]
-        program = model_name(parts, type(model).__name__)
+        program = model_name([(name, _size(value), str(value.dtype)) for name, value in named], type(model).__name__)
     session = begin_compile_cache(run, os.fspath(url or ""), program, group, anew=True)
     if session is not None and not run.watches_compiles:
         run.watches_compiles = True
         call_around(run.before_compile, run.after_compile)
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """Of a tensor; none if it is yet to be known, as that of a lazy layer is."""
+    try:
+        return tuple(value.shape)
+    except RuntimeError:
+        return ()
 
 
 def begin_compile_cache(
@@ -93,17 +102,24 @@ def begin_compile_cache(
     if not url or settings.disable == "1" or (run.compiles is not None and not anew):
         return run.compiles
     try:
-        from headway.compile import key
-        from headway.compile.session import Place, Session
+        from headway.compile import caches, key
+        from headway.compile.session import Place, Session, Where
 
-        parts = key.parts(program or run._process.program, group or settings.compile_group or "all")
-        place = Place(rank=run.rank, world_size=run.world_size, is_known=anew or is_ranked(os.environ))
-        keys, mirror = settings.home_folder / "keys", settings.spool_folder / "compile"
-        session = Session(url, keys, mirror, parts, place, partial(run.mark, Told.COMPILE_CACHE))
+        if caches.is_disabled():
+            return None
+        process, number = run._process, run.compiles.number + 1 if run.compiles else 0
+        parts = partial(key.parts, program or process.program, group or settings.compile_group or "all")
+        place = Place(rank=run.rank, world_size=run.world_size, is_known=is_ranked(os.environ))
+        where = Where(
+            keys=settings.home_folder / "keys", mirror=settings.spool_folder / "compile", number=number,
+            began=(process.wall_ns - (process.t_ns - process.started_ns)) / 1e9,
+        )  # fmt: skip
+        session = Session(url, parts, place, where, partial(run.mark, Told.COMPILE_CACHE))
     except Exception as error:  # the job compiles as if there were none
         _say(f"no compile cache ({type(error).__name__}: {error}).")
         return None
     if run.compiles is not None:
+        run.compiles.cancel()
         run.leaving.remove(run.compiles.close)
     run.compiles = session
     run.leaving.insert(0, session.close)

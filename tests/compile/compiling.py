@@ -71,7 +71,7 @@ def main(told: dict[str, Any]) -> dict[str, Any]:
         time.sleep(told["lingers"])
     session, counters = current().compiles, torch._dynamo.utils.counters
     return {
-        "losses": losses, "outcome": session._outcome if session else None, "key": session.key if session else "",
+        "losses": losses, "outcome": session.outcome if session else None, "key": session.key if session else "",
         "compiles": counters["stats"]["unique_graphs"], "hits": counters["inductor"]["fxgraph_cache_hit"],
         "misses": counters["inductor"]["fxgraph_cache_miss"], "rank": int(os.environ.get("RANK", 0)),
     }  # fmt: skip

@@ -1,6 +1,9 @@
 """What torch's caches hold, and how it gets back there: the one place where they are touched."""
 
+import ctypes
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,12 @@ def codecache(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+def put(files: dict[str, bytes], root: Path, rank: int | None = None) -> int:
+    with caches.Staged(root) as staged:
+        staged.add(files, "job", rank)
+        return staged.commit()
+
+
 def test_the_folder_is_the_one_that_torch_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -34,20 +43,20 @@ def test_the_folder_is_the_one_that_torch_uses(monkeypatch: pytest.MonkeyPatch, 
 def test_no_file_goes_outside_the_folder(tmp_path: Path, name: str) -> None:
     root = tmp_path / "cache"
     with pytest.raises(PlatformError, match="outside"):
-        caches.put({name: b"x"}, root, "job", None)
+        put({name: b"x"}, root)
     assert not (tmp_path / "evil").exists()
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab/one.so").write_bytes(b"mine")
-    assert caches.put({"ab/one.so": b"theirs", "ab/two.so": b"new"}, tmp_path, "job", None) == 1
+    assert put({"ab/one.so": b"theirs", "ab/two.so": b"new"}, tmp_path) == 1
     assert (tmp_path / "ab/one.so").read_bytes() == b"mine"
     assert sorted(os.listdir(tmp_path / "ab")) == ["one.so", "two.so"]
 
 
 def test_every_rank_finds_the_shapes_that_the_first_has_seen(tmp_path: Path) -> None:
-    caches.put({caches.shapes_file("job"): b"shapes"}, tmp_path, "job", 3)
+    put({caches.shapes_file("job"): b"shapes"}, tmp_path, rank=3)
     found = sorted(path.name for path in (tmp_path / "dynamo").iterdir())
     assert found == ["code_state_job_3_.pkl", "code_state_job_None_.pkl"]
 
@@ -65,10 +74,9 @@ def test_torch_looks_for_shapes_under_that_name(monkeypatch: pytest.MonkeyPatch,
 def test_where_torch_no_longer_tells_of_its_graphs_all_new_ones_are_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def gone() -> Any:
-        raise AttributeError("_seen_artifacts")
+    from torch.compiler._cache import CacheArtifactManager
 
-    monkeypatch.setattr(caches, "_recorded", gone)
+    monkeypatch.delattr(CacheArtifactManager, "_seen_artifacts")
     for name in ("old", "new"):
         path = tmp_path / "fxgraph" / "ab" / name / "graph"
         path.parent.mkdir(parents=True)
@@ -77,12 +85,71 @@ def test_where_torch_no_longer_tells_of_its_graphs_all_new_ones_are_taken(
     assert caches.made(tmp_path, time.time() - 60, "job") == {"fxgraph/ab/new/graph": b"new"}
 
 
-def test_libraries_built_since_the_start_are_taken_and_older_ones_are_not(tmp_path: Path) -> None:
-    for name in ("old.so", "new.so", "new.cpp"):
-        (tmp_path / "ab").mkdir(exist_ok=True)
-        (tmp_path / "ab" / name).write_bytes(b"x")
-    os.utime(tmp_path / "ab/old.so", (1, 1))
-    assert set(caches.made(tmp_path, time.time() - 60, "job")) == {"ab/new.so"}
+def test_only_libraries_that_this_process_has_loaded_are_taken(tmp_path: Path) -> None:
+    found = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".so")]
+    small = min(set(found), key=lambda path: os.stat(path).st_size)
+    (tmp_path / "real" / "ab").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("used.so", "idle.so"):
+        shutil.copy(small, tmp_path / "real" / "ab" / name)
+    ctypes.CDLL(str(tmp_path / "link" / "ab" / "used.so"))
+    assert set(caches.made(tmp_path / "link", 0.0, "job")) == {"ab/used.so"}
+
+
+def test_what_another_user_has_put_there_is_not_passed_on(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("needs root, to give a file away")
+    path = tmp_path / "fxgraph" / "ab" / "graph"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x")
+    assert caches._is_own(path)
+    os.chown(path, 65534, 65534)
+    assert not caches._is_own(path)
+
+
+def test_nothing_is_seen_before_all_is_there(tmp_path: Path) -> None:
+    with caches.Staged(tmp_path / "cache") as staged:
+        staged.add({"ab/one.so": b"1", "ab/two.so": b"2"}, "job", None)
+        assert not list((tmp_path / "cache").rglob("*.so"))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_library_that_cannot_be_loaded_here_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "bad.so").write_bytes(b"no library")
+    [problem] = caches.unfit(["bad.so", "gone.so"], tmp_path)
+    assert "bad.so cannot be loaded here" in problem
+    assert not (tmp_path / "bad.so").exists()
+
+
+def test_a_folder_that_the_script_has_moved_gets_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "old" / "ab").mkdir(parents=True)
+    (tmp_path / "old" / "ab" / "one.so").write_bytes(b"1")
+    assert caches.moved(["ab/one.so", "ab/gone.so"], tmp_path / "old", tmp_path / "new") == tmp_path / "new"
+    assert (tmp_path / "new" / "ab" / "one.so").read_bytes() == b"1"
+
+
+def test_a_thread_that_compiles_for_ever_does_not_hold_up_a_save(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._dynamo import convert_frame
+
+    monkeypatch.setattr(caches, "_LOCK_S", 0.1)
+    taken, over = threading.Event(), threading.Event()
+
+    def compile_for_ever() -> None:
+        with convert_frame.compile_lock:
+            taken.set()
+            over.wait()
+
+    thread = threading.Thread(target=compile_for_ever)
+    thread.start()
+    try:
+        taken.wait()
+        with pytest.raises(TimeoutError, match="another thread"):
+            caches.made(tmp_path, 0.0, "job")
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_headers_are_precompiled_only_if_there_is_something_to_build(codecache: Any, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from the one that lost most in the loop, after the last step from the one that l
 partition, so the job's is one too.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,14 +129,19 @@ class JobAccounts:
         """What hooks said of themselves, each thing once, whichever rank said it."""
         notes: dict[str, None] = {}
         devices: dict[str, int] = {}
+        cached: dict[str, str] = {}
         for timeline in self._timelines.values():
             for mark in timeline.marks:
                 if mark.name == Told.HOOK_OFF:
                     text = f"the hook on {mark.attrs.get('hook')} was switched off ({mark.attrs.get('error')})"
                     notes[f"{text}: what it would have seen is missing"] = None
+                elif mark.name == Told.COMPILE_CACHE:
+                    cached[str(mark.attrs.get("outcome"))] = _outcome(mark.attrs)
                 elif mark.name == Told.ASYNCHRONOUS_DEVICE:
                     device, looked = str(mark.attrs.get("device")), mark.attrs.get("looked")
                     devices[device] = devices.get(device, 0) + (looked if isinstance(looked, int) else 0)
+        hidden = {"saved", "hit" if "used" in cached else ""}
+        notes |= {f"compile cache: {text}": None for outcome, text in cached.items() if outcome not in hidden}
         for device, looked in devices.items():
             known = (
                 f"what it felt of waits for data is known from {looked} of them" if looked else "only totals are known"
@@ -185,6 +190,14 @@ class AttemptLedger:
         if self.attempt.alive:
             return "running"
         return "failed" if self.attempt.failed else "stopped" if self.attempt.stopped else "ended"
+
+
+def _outcome(told: Mapping[str, Any]) -> str:
+    """What became of a job's compile cache, in words."""
+    why = f" ({told['why']})" if told.get("why") else ""
+    if "seconds_saved" in told:
+        return f"hit, and {told['seconds_saved']:.1f} s of compiling saved"
+    return f"{told.get('outcome', '?')}{why}"
 
 
 class _Assembly:

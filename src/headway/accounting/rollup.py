@@ -39,7 +39,7 @@ _WHAT: dict[str, str] = {NOTHING: NOTHING} | {str(what): what for what in (*Acti
 _CHECKPOINTS: dict[str, type[Saved] | type[Restored]] = {"s": Saved, "r": Restored}
 
 
-_TOLD = (Told.HOOK_OFF, Told.ASYNCHRONOUS_DEVICE, Told.DECISION)
+_TOLD = (Told.HOOK_OFF, Told.ASYNCHRONOUS_DEVICE, Told.DECISION, Told.COMPILE_CACHE)
 """Marks that a report speaks of whichever rank they are of; for others the records are folded."""
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -223,7 +224,7 @@ def keygen(name: str | None) -> None:
     keys = _keys()
     keys.generate(name or "")
     own, public = keys.own() or ("", "")
-    click.echo(f"{public}\nWhoever is to load what you save says: headway cache trust {public} {own}")
+    click.echo(f"{public}\nWhoever is to load what you save says: headway cache trust {public} {shlex.quote(own)}")
 
 
 @cache.command()

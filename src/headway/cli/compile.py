@@ -135,7 +135,10 @@ def _apply(found: Diagnosis, marks: Iterable[Mark]) -> str:
         )
     key, url = used["key"], used["url"]
     store = open_store(url)
-    known = store.load(key).members.get(_SOURCES)
+    loaded = store.load(key)
+    if loaded.problems and not loaded.members:
+        raise PlatformError(f"nothing was stored: {'; '.join(loaded.problems)}. Apply again once this is mended.")
+    known = loaded.members.get(_SOURCES)
     before = set(json.loads(known.data)["sources"]) if known else set()
     sources = sorted(before | set(found.sources))
     data = json.dumps({"sources": sources}, indent=2).encode()

@@ -73,8 +73,22 @@ def job_environment(
     if settings.spool is not None:
         changed["HEADWAY_SPOOL"] = str(settings.spool_folder)
     if store := compile_cache or settings.compile_cache:
-        changed["HEADWAY_COMPILE_CACHE"] = store if "://" in store else os.path.abspath(os.path.expanduser(store))
+        changed["HEADWAY_COMPILE_CACHE"] = _store(store)
     return {**environ, **changed}
+
+
+def _store(url: str) -> str:
+    """The place for compiled code; InputError if there can be none."""
+    scheme, is_url, _ = url.partition("://")
+    if not is_url:
+        return os.path.abspath(os.path.expanduser(url))
+    from fsspec import available_protocols  # type: ignore[import-untyped]
+
+    if scheme not in available_protocols():
+        raise InputError(
+            f"{url} is no place for compiled code: {scheme}:// is not known. Give a folder, or s3://bucket/x."
+        )
+    return url
 
 
 def python_path(given: str) -> str:

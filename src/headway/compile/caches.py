@@ -5,12 +5,19 @@ they are compiled again on another machine. Here both are files, at the places w
 them there need not import torch. This is the only file that touches torch's private caches.
 """
 
+import atexit
+import ctypes
 import os
+import shutil
+import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +29,7 @@ _GRAPHS = {
 }
 """Where torch keeps graphs, by the name of their kind in its archive: each has a folder of its own a key."""
 _GRAPH_FOLDERS = ("fxgraph", "aotautograd")
-_BUILT = (".so", ".o", ".cubin", ".hsaco")
+_LOCK_S = 5.0
 _SHAPES = "dynamo"
 """Where torch remembers which sizes have changed."""
 
@@ -44,18 +51,12 @@ def folder() -> Path:
 # --- out -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def still() -> Iterator[None]:
-    """No other thread compiles meanwhile."""
-    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    with lock or nullcontext():
-        yield
-
-
 def made(root: Path, since: float, job: str) -> dict[str, bytes]:
     """All that this process has compiled, or found compiled and used, by its path below the cache folder. `since` is
     when the process began; `job` is the name that torch files its shapes under."""
-    found = dict(_graphs(root, since))
+    with _still():
+        recorded = _recorded()
+    found = dict(_graphs(root, since, recorded))
     for path in _built(root, since):
         with suppress(OSError):  # somebody tidies up there
             found[str(path.relative_to(root))] = path.read_bytes()
@@ -65,24 +66,39 @@ def made(root: Path, since: float, job: str) -> dict[str, bytes]:
     return found
 
 
-def _graphs(root: Path, since: float) -> Iterator[tuple[str, bytes]]:
-    """Graphs that torch has written down for its archive. Where it no longer tells of them: all that are new."""
+@contextmanager
+def _still() -> Iterator[None]:
+    """No other thread compiles meanwhile. One that does so for long is not waited for."""
+    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is None:
+        yield
+        return
+    if not lock.acquire(timeout=_LOCK_S):
+        raise TimeoutError(f"another thread has been compiling for {_LOCK_S:.0f} s")
     try:
-        artifacts = list(_recorded())
-    except (AttributeError, ImportError):
-        artifacts = []
-        for name in _GRAPH_FOLDERS:
-            for path in (root / name).rglob("*"):
-                if path.is_file() and path.stat().st_mtime >= since and not path.name.startswith("."):
-                    yield str(path.relative_to(root)), path.read_bytes()
-    for artifact in artifacts:
+        yield
+    finally:
+        lock.release()
+
+
+def _graphs(root: Path, since: float, recorded: list[Any] | None) -> Iterator[tuple[str, bytes]]:
+    """Graphs that torch has written down for its archive. Where it no longer tells of them: all that are new."""
+    for artifact in recorded or ():
         if (place := _place(artifact, root)) is not None:
             yield place, artifact.content
+    for name in _GRAPH_FOLDERS if recorded is None else ():
+        for path in (root / name).rglob("*"):
+            if _is_own(path) and path.stat().st_mtime >= since and not path.name.startswith("."):
+                yield str(path.relative_to(root)), path.read_bytes()
 
 
-def _recorded() -> Iterator[Any]:
-    cache = sys.modules.get("torch.compiler._cache")
-    return iter(list(cache.CacheArtifactManager._seen_artifacts) if cache is not None else [])
+def _recorded() -> list[Any] | None:
+    """The parts of torch's archive so far; None if this torch does not tell."""
+    manager = getattr(sys.modules.get("torch.compiler._cache"), "CacheArtifactManager", None)
+    if manager is None:
+        return []
+    seen = getattr(manager, "_seen_artifacts", None)
+    return None if seen is None else list(seen)
 
 
 def _place(artifact: Any, root: Path) -> str | None:
@@ -100,15 +116,11 @@ def _place(artifact: Any, root: Path) -> str | None:
 
 
 def _built(root: Path, since: float) -> set[Path]:
-    """Libraries that this process has loaded, and all that was built since it began."""
-    found = {path for path in _loaded() if root in path.parents}
-    for name in os.listdir(root) if root.is_dir() else ():
-        if name not in (*_GRAPH_FOLDERS, _SHAPES, "locks", "triton"):
-            for path in (root / name).rglob("*") if (root / name).is_dir() else ():
-                with suppress(OSError):
-                    if path.suffix in _BUILT and path.stat().st_mtime >= since:
-                        found.add(path)
-    return found
+    """Libraries that this process has loaded, and the parts they were linked from."""
+    real = root.resolve()
+    loaded = {root / path.relative_to(real) for path in _loaded() if real in path.parents}
+    parts = {part for path in loaded for part in path.parent.glob("*.o") if part.stat().st_mtime >= since}
+    return {path for path in loaded | parts if _is_own(path)}
 
 
 def _loaded() -> set[Path]:
@@ -116,22 +128,82 @@ def _loaded() -> set[Path]:
     return {Path(line[line.index("/") :]) for line in lines if line.endswith(".so") and "/" in line}
 
 
+def _is_own(path: Path) -> bool:
+    """Whether it is a file of this user's: what others have put there is not passed on in this user's name."""
+    with suppress(OSError):
+        told = path.lstat()
+        return stat.S_ISREG(told.st_mode) and told.st_uid == os.getuid()
+    return False
+
+
 # --- in ------------------------------------------------------------------------------------------------------------
 
 
-def put(files: Mapping[str, bytes], root: Path, job: str, rank: int | None) -> int:
-    """Puts files to where torch looks for them, and returns how many were not there. No file is overwritten, or ever
-    half there; one that would be outside the folder is refused."""
-    count = 0
-    for name, content in files.items():
-        for where in _names(name, job, rank):
-            path = root / where
-            if ".." in path.parts or root not in path.parents:
-                raise PlatformError(f"a bundle has a file for {where}, outside torch's cache folder: it is not used.")
-            if not path.exists():
-                _write(path, content)
-                count += 1
-    return count
+class Staged:
+    """Files on their way to where torch looks for them: all are written first, and none is seen before `commit`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._names = root, list[str]()
+        self._folder: Path | None = None
+
+    def add(self, files: Mapping[str, bytes], job: str, rank: int | None) -> None:
+        """Writes those that are not there; one that would be outside the folder is refused."""
+        for name, content in files.items():
+            for where in _names(name, job, rank):
+                path = self._root / where
+                if ".." in path.parts or self._root not in path.parents:
+                    raise PlatformError(
+                        f"a bundle has a file for {where}, outside torch's cache folder: it is not used."
+                    )
+                if not path.exists():
+                    self._write(where, content)
+
+    def _write(self, where: str, content: bytes) -> None:
+        if self._folder is None:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=".headway-", dir=self._root))
+        part = self._folder / str(len(self._names))
+        part.write_bytes(content)
+        self._names.append(where)
+
+    def commit(self) -> int:
+        """Puts them into place, and returns how many there were. None is overwritten, or ever half there."""
+        for number, where in enumerate(self._names):
+            assert self._folder is not None
+            path = self._root / where
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                os.link(self._folder / str(number), path)
+        return len(self._names)
+
+    def __enter__(self) -> "Staged":
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def moved(names: Iterable[str], old: Path, new: Path) -> Path:
+    """Puts what is in one cache folder into another; returns that."""
+    with Staged(new) as staged:
+        staged.add({name: (old / name).read_bytes() for name in names if (old / name).is_file()}, "", None)
+        staged.commit()
+    return new
+
+
+def unfit(names: Iterable[str], root: Path) -> list[str]:
+    """Deletes libraries that cannot be loaded here, so that torch builds them anew; says which, and why. Torch would
+    take it for a failure of the compilation."""
+    problems = []
+    for path in (root / name for name in names if name.endswith(".so")):
+        try:
+            if path.is_file():
+                ctypes.CDLL(str(path), os.RTLD_NOW)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            problems.append(f"{path.name} cannot be loaded here: {error}")
+    return problems
 
 
 def shapes_file(job: str, rank: int | None = None) -> str:
@@ -144,24 +216,80 @@ def _names(name: str, job: str, rank: int | None) -> list[str]:
     return [shared, shapes_file(job, rank)] if name == shared else [name]
 
 
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 # --- compilations --------------------------------------------------------------------------------------------------
 
 
 def call_around(before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Has these called around each compilation, up to the next `torch._dynamo.reset()`."""
-    handler = import_module("torch._dynamo.callback").callback_handler
-    handler.register_start_callback(lambda args: before())
-    handler.register_end_callback(lambda args: after())
+    """Has these called around each compilation, once torch's compiler has been imported: it is not for this."""
+
+    def register(module: Any) -> None:
+        handler = module.callback_handler
+        clear = handler.clear
+
+        def listen() -> None:
+            handler.register_start_callback(lambda args: before())
+            handler.register_end_callback(lambda args: after())
+
+        def clear_others() -> None:  # `torch._dynamo.reset()` clears all, whoever put them there
+            clear()
+            listen()
+
+        handler.clear = clear_others
+        listen()
+
+    name = "torch._dynamo.callback"
+    if name in sys.modules:
+        register(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Awaited(name, register))
+
+
+class _Awaited(MetaPathFinder):
+    """Calls a function with one module, once, when that has been imported."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """What the others find, with a loader that calls back."""
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        found = find_spec(fullname)
+        if found is not None and found.loader is not None:
+            execute = found.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._then(module)
+
+            found.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return found
+
+
+def before_exit(call: Callable[[], None]) -> None:
+    """Has this called when the script has ended, while threads can still be started. Python's `atexit` comes after:
+    then a client of an object store no longer works. Where there is nothing better, `atexit` it is."""
+    import concurrent.futures.thread  # noqa: F401  # its own call must come after
+
+    with suppress(RuntimeError):  # the script has ended already
+        getattr(threading, "_register_atexit", atexit.register)(call)
+
+
+def was_cold() -> bool:
+    """Whether nothing that was compiled was found in torch's own caches."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return not counters.get("inductor", {}).get("fxgraph_cache_hit") and not counters.get("aot_autograd", {}).get(
+        "autograd_cache_hit"
+    )
+
+
+def is_disabled() -> bool:
+    """Whether the user wants no cache of compiled code at all."""
+    config = sys.modules.get("torch.compiler.config")
+    return os.environ.get("TORCHINDUCTOR_FORCE_DISABLE_CACHES") == "1" or bool(
+        getattr(config, "force_disable_caches", False)
+    )
 
 
 # --- settings ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -28,6 +29,7 @@ def parts(program: str = "", group: str = "all", environ: Mapping[str, str] = os
         "triton": _version("triton", "pytorch-triton", "pytorch-triton-rocm"),
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "libc": " ".join(platform.libc_ver()),
+        "compiler": _compiler(environ.get("CXX") or "g++"),
         "device": ", ".join(_devices(Path("/"))) or "none",
         "cpu": _cpu(Path("/proc/cpuinfo")),
         "settings": " ".join(f"{name}={value}" for name, value in sorted(settings.items())),
@@ -64,6 +66,15 @@ def _version(*names: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return "none"
+
+
+def _compiler(name: str) -> str:
+    """What builds kernels for a CPU: they are linked against its library."""
+    try:
+        told = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return told.stdout.partition("\n")[0]
 
 
 def _cpu(cpuinfo: Path) -> str:

@@ -1,6 +1,7 @@
 """One process and its bundle: fetched while the job starts, in place before it first compiles, saved after it last did.
 
-Whatever goes wrong with the cache is told, and the job compiles as if there were none.
+Whatever goes wrong with the cache is told, and the job compiles as if there were none. One thread of its own loads,
+agrees with the other ranks, and saves; the process waits for it twice: before its first compilation, and at its end.
 """
 
 import json
@@ -8,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,17 @@ from headway.compile import batch, caches, key
 from headway.compile.autotune import Tables, configs_in
 from headway.compile.bundle import Member, Members
 from headway.compile.store import Loaded, Store
-from headway.compile.trust import Keys
+from headway.compile.trust import Keys, others_can_write
 from headway.compile.tuning import MODULES, Tuning
+from headway.errors import PlatformError
 
-WAIT_S = 60.0
+WAIT_S = 20.0
 """So long, at most, the first compilation waits for the bundle, and ranks for each other."""
+EXIT_S = 10.0
+"""So long, at most, the end of the process waits for the last save."""
 QUIET_S = 3.0
 """After a compilation, so long without another: then it is saved."""
+_ROUNDS = 2
 _POLL_S = 0.05
 _FILE, _SOURCES, _SECONDS, _UNITS, _CONFIGS = "file/", "sources.json", "seconds.json", "units.json", "configs.json"
 
@@ -33,102 +38,153 @@ Tell = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which of a job's ranks this process is."""
+    """Which of a job's ranks this process is, as far as its environment tells."""
 
     rank: int = 0
     world_size: int = 1
     is_known: bool = True
-    """False: it may be a launcher, whose ranks are yet to agree."""
+    """False: it may be a launcher, or a rank that nobody has numbered yet. It shows when it compiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What a session has to know: who signs, what this node shares, when the process began."""
+
+    keys: Path
+    mirror: Path
+    began: float
+    number: int = 0
+    """Counts the sessions of a process: the words of one are none of another's."""
 
 
 class Session:
     """What one process does about its bundle."""
 
-    def __init__(
-        self, url: str, keys: Path, mirror: Path, parts: Mapping[str, str], place: Place, tell: Tell
-    ) -> None:  # fmt: skip
-        """`url` is the store, `keys` the folder of those that are trusted, `mirror` one of this node's own; `tell` is
-        called with what happened, for the journal."""
-        self.key, self.about, self.url = key.digest(parts), dict(parts), url
-        self._place, self._tell = place, tell
-        self._store = Store(url, keys=Keys.at(keys), mirror=mirror)
-        self._job = f"headway-{self.key}"
-        self._began, self._tag = time.time() - time.process_time(), os.urandom(8).hex()
+    def __init__(self, url: str, parts: Callable[[], dict[str, str]], place: Place, where: Where, tell: Tell) -> None:
+        """`url` is the store; `parts` says what the key is made of; `tell` is called with what happened, for the
+        journal."""
+        self.url, self.key, self.about = url, "", dict[str, str]()
+        self.outcome: dict[str, Any] = {}
+        """What became of the bundle: `outcome` is `hit` or `miss`, with a reason."""
+        self.seconds = 0.0
+        """Of compiling, so far."""
+        self.number = where.number
+        self._parts, self._place, self._where, self._tell = parts, place, where, tell
         self._tables = Tables()
         self._tuning = Tuning(self._tables.hear, lambda text: self._say(outcome="tuning", why=text))
-        self._loaded: Loaded | None = None
-        self._outcome: dict[str, Any] = {}
-        self._seconds, self._since = 0.0, 0.0
-        self._is_ready, self._cancelled, self._leaving = False, threading.Event(), threading.Event()
-        self._compiles = threading.Event()
-        """It does: this process trains."""
-        self._compiled = threading.Event()
-        self._last, self._batch = 0.0, b""
-        self._saved: set[tuple[str, bytes]] = set()
-        self._saver: threading.Thread | None = None
-        self._loader = threading.Thread(target=self._load, name="headway-compile-cache", daemon=True)
-        self._loader.start()
+        self._root, self._tag, self._pid = caches.folder(), os.urandom(8).hex(), os.getpid()
+        self._store: Store | None = None
+        self._ranks: _Ranks | None = None
+        self._known: dict[str, str] = {}
+        """The hash of each member that was loaded."""
+        self._saved: dict[str, str] = {}
+        """The same, of what was saved last."""
+        self._kept: Members = {}
+        """Members that are no files."""
+        self._batch, self._since, self._last = b"", 0.0, 0.0
+        self._is_first = place.rank == 0
+        self._is_ready = False
+        self._ready, self._cancelled, self._leaving = threading.Event(), threading.Event(), threading.Event()
+        self._compiles, self._woken = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headway-compile-cache", daemon=True)
+        self._thread.start()
+        caches.before_exit(self.finish)
+
+    def _run(self) -> None:
+        self._load()
+        self._ready.set()
+        if self.outcome["outcome"] == "hit" and self._store is not None:
+            with suppress(Exception):  # it will be among the first to be evicted, then
+                self._store.touch(self.key)
+        while not self._leaving.is_set():
+            self._woken.wait()
+            self._woken.clear()
+            while time.monotonic() - self._last < QUIET_S and not self._leaving.wait(QUIET_S / 4):
+                pass
+            self.save()
 
     def _say(self, **told: Any) -> None:
-        self._tell(key=self.key, url=self.url, about=json.dumps(self.about), **told)
+        """For the journal. What the key is made of is told by one rank: others would only repeat it."""
+        about = {"about": json.dumps(self.about), "url": self.url} if self._is_first else {}
+        self._tell(key=self.key, **about, **told)
 
     # --- in ---
 
     def _load(self) -> None:
-        began = time.perf_counter()
         try:
-            self._loaded = loaded = self._store.load(self.key)
-            took = time.perf_counter() - began
-            why = "; ".join(loaded.problems) or "nothing is stored under this key"
-            word = self._agreed(loaded.digest)
-            if word != loaded.digest:
-                why = "the ranks do not have the same bundle, or could not agree in time"
-            if word and word == loaded.digest and not self._cancelled.is_set():
-                why = ""
-                files = {name[len(_FILE) :]: each.data for name, each in loaded.members.items() if name[:5] == _FILE}
-                caches.put(files, caches.folder(), self._job, self._place.rank)
-                if _CONFIGS in loaded.members:
-                    self._tuning.apply(configs_in(loaded.members[_CONFIGS].data))
-                with suppress(OSError):
-                    self._store.touch(self.key)
-            self._outcome = {
-                "outcome": "miss" if why else "hit", "why": why, "members": len(loaded.members),
-                "bytes": sum(len(each.data) for each in loaded.members.values()), "segments": loaded.segments,
-                "seconds": round(took, 4),
-            }  # fmt: skip
+            self.about = self._parts()
+            self.key = key.digest(self.about)
+            self._store = Store(self.url, keys=Keys.at(self._where.keys), mirror=self._where.mirror)
+            if reason := others_can_write(self._root):
+                raise PlatformError(f"torch's cache folder is not safe to use: {reason}")
+            for number in range(_ROUNDS):
+                if self._fetch(number) != "again":
+                    return
         except Exception as error:  # the job compiles as if there were no cache
-            self._outcome = {"outcome": "miss", "why": f"{type(error).__name__}: {error}"}
+            self.outcome = {"outcome": "miss", "why": f"{type(error).__name__}: {error}"}
 
-    def _agreed(self, word: str) -> str:
-        """What all ranks have, or nothing. The first rank asks all, and decides: one that compiles while others wait in
-        a collective would have them time out."""
-        if self._place.world_size == 1:
-            return word if self._place.is_known or self._compiles.wait() else ""
-        store = self._common_store()
-        if store is None:
-            return ""
-        store.set(f"headway/compile/{self._place.rank}", word or "-")
-        if self._place.rank == 0:
-            names = [f"headway/compile/{rank}" for rank in range(self._place.world_size)]
-            all_there = self._until(lambda: store.check(names), WAIT_S)
-            words = {store.get(name).decode() for name in names} if all_there else set()
-            store.set("headway/compile/verdict", word if words == {word} else "-")
-        if not self._until(lambda: store.check(["headway/compile/verdict"]), 2 * WAIT_S):
-            return ""
-        return str(store.get("headway/compile/verdict").decode()).replace("-", "")
+    def _fetch(self, number: int) -> str:
+        """Loads, and puts what was loaded into place if all ranks have the same. Returns their verdict."""
+        assert self._store is not None
+        began = time.perf_counter()
+        loaded = self._store.load(self.key)
+        took, word = time.perf_counter() - began, loaded.digest
+        why = "; ".join(loaded.problems) or "nothing is stored under this key"
+        staged = caches.Staged(self._root)
+        try:
+            staged.add(_files(loaded.members), self._job, self._rank())
+        except OSError as error:  # no rank may have what another has not
+            word, why = "", f"{type(error).__name__}: {error}"
+        with staged:
+            verdict = self._verdict(word, number)
+            if verdict == "hit":
+                staged.commit()
+                self._keep(loaded)
+                why = "; ".join(loaded.problems)
+            elif word:
+                why = "the ranks do not have the same bundle, or could not agree in time"
+        self.outcome = {
+            "outcome": "hit" if verdict == "hit" else "miss", "why": why, "seconds": round(took, 4),
+            "members": len(loaded.members), "segments": loaded.segments,
+            "bytes": sum(len(each.data) for each in loaded.members.values()),
+        }  # fmt: skip
+        return verdict
 
-    def _common_store(self) -> Any:
-        """The store that the job's ranks have met through, once they have; None if they compile before they do."""
+    def _keep(self, loaded: Loaded) -> None:
+        """What is needed of a bundle once its files are in place: not their bytes."""
+        self._known = {name: member.sha256 for name, member in loaded.members.items()}
+        self._kept = {name: member for name, member in loaded.members.items() if not name.startswith(_FILE)}
+        if _CONFIGS in self._kept:
+            self._tuning.apply(configs_in(self._kept[_CONFIGS].data))
 
-        def found() -> bool:
-            dist = sys.modules.get("torch.distributed")
-            return bool(dist and getattr(dist, "is_initialized", bool)())
+    @property
+    def _job(self) -> str:
+        """The name that torch files shapes under."""
+        return f"headway-{self.key}"
 
-        if not self._until(found, float("inf")):
+    # --- the other ranks ---
+
+    def _rank(self) -> int:
+        return self._ranks.rank if self._ranks else self._place.rank
+
+    def _verdict(self, word: str, number: int) -> str:
+        """`hit` if each rank has what the others of its key have; `again` if some have something else; else `miss`."""
+        if self._ranks is None:
+            self._ranks = self._meet()
+        if self._ranks is None or self._ranks.size == 1:
+            is_alone = self._ranks is not None
+            return "hit" if word and is_alone and not self._cancelled.is_set() else "miss"
+        return self._ranks.verdict(f"{self.key}:{word}", number, self._until)
+
+    def _meet(self) -> "_Ranks | None":
+        """The ranks of this job, once they have met; None if they compile before."""
+        if not self._place.is_known:
+            self._compiles.wait()
+        elif self._place.world_size > 1 and not self._until(_have_met, float("inf")):
             return None
-        return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
+        return _Ranks.of_torch(self._where.number) if _have_met() else _Ranks(self._place.rank, 1, None, "")
 
-    def _until(self, is_true: Callable[[], bool], timeout_s: float) -> bool:
+    def _until(self, is_true: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
         end = time.monotonic() + timeout_s
         while not is_true():
             if time.monotonic() > end or self._cancelled.wait(_POLL_S):
@@ -151,109 +207,184 @@ class Session:
 
     def before_compile(self) -> None:
         """Called at the beginning of each compilation: at the first, the bundle is in place when this returns."""
-        self._since = time.perf_counter()
-        for name in MODULES:
-            if name in sys.modules:
-                self._tuning.imported(name)
-        if not self._is_ready:
-            self._is_ready = True
-            try:
-                self._make_ready()
-            except Exception as error:  # as above
-                self._say(outcome="miss", why=f"{type(error).__name__}: {error}")
+        try:
+            self._since = time.perf_counter()
+            if os.getpid() == self._pid:
+                for name in MODULES:
+                    if name in sys.modules:
+                        self._tuning.imported(name)
+                if not self._is_ready:
+                    self._is_ready = True
+                    self._make_ready()
+        except Exception as error:  # torch would take it for a failure of the compilation
+            self._say(outcome="miss", why=f"{type(error).__name__}: {error}")
 
     def _make_ready(self) -> None:
         began = time.perf_counter()
         self._compiles.set()
-        if self._place.world_size > 1 and not self._have_met():
-            self._cancelled.set()  # no collective can be in this compilation, and nobody to agree with
-        self._loader.join(WAIT_S)
-        self._cancelled.set()
-        caches.remember_shapes(self._job)
-        if self._outcome.get("outcome") == "hit" and self._loaded is not None:
-            self._apply(self._loaded.members)
-        self._outcome["waited"] = round(time.perf_counter() - began, 4)
-        self._say(**self._outcome)
+        if self._place.world_size > 1 and not _have_met():
+            self._cancelled.set()  # no collective can be in this compilation, and there is nobody to agree with
+        if not self._ready.wait(WAIT_S):
+            self._cancelled.set()
+            self.outcome = {"outcome": "miss", "why": f"the bundle was not there after {WAIT_S:.0f} s"}
+        if self.key:
+            caches.remember_shapes(self._job)
+        if self.outcome["outcome"] == "hit":
+            self._apply()
+        self.outcome["waited"] = round(time.perf_counter() - began, 4)
+        self._say(**self.outcome)
 
-    def _have_met(self) -> bool:
-        dist = sys.modules.get("torch.distributed")
-        return bool(dist and dist.is_available() and dist.is_initialized())
-
-    def _apply(self, members: Members) -> None:
-        if any(name.startswith(_FILE) for name in members):
+    def _apply(self) -> None:
+        names = [name[len(_FILE) :] for name in self._known if name.startswith(_FILE)]
+        if caches.folder() != self._root:  # the script has chosen another one meanwhile
+            self._root = caches.moved(names, self._root, caches.folder())
+        for problem in caches.unfit(names, self._root):
+            self._say(outcome="left out", why=problem)
+        if names:
             caches.skip_headers()
-        if _UNITS in members:
-            caches.believe_vector_units(json.loads(members[_UNITS].data)["units"])
-        if _SOURCES in members:
-            caches.make_dynamic(json.loads(members[_SOURCES].data)["sources"])
+        if _UNITS in self._kept:
+            caches.believe_vector_units(json.loads(self._kept[_UNITS].data)["units"])
+        if _SOURCES in self._kept:
+            caches.make_dynamic(json.loads(self._kept[_SOURCES].data)["sources"])
 
     def after_compile(self) -> None:
         """Called at the end of each compilation: what is new is saved once no other follows."""
-        self._last = time.monotonic()
-        self._seconds += time.perf_counter() - self._since
-        self._compiled.set()
-        if self._saver is None and self._place.rank == 0:
-            self._saver = threading.Thread(target=self._save_when_quiet, name="headway-compile-save", daemon=True)
-            self._saver.start()
+        if os.getpid() == self._pid:
+            self._last = time.monotonic()
+            self.seconds += time.perf_counter() - self._since
+            self._woken.set()
 
     # --- out ---
 
-    def _save_when_quiet(self) -> None:
-        while not self._leaving.is_set():
-            self._compiled.wait()
-            self._compiled.clear()
-            while time.monotonic() - self._last < QUIET_S and not self._leaving.is_set():
-                self._leaving.wait(QUIET_S / 4)
-            if not self._leaving.is_set():
-                self.save()
-
     def save(self) -> None:
-        """Stores what this process has compiled and the bundle does not have yet."""
+        """Stores what this process has compiled and the bundle does not have yet, if it is the one of its kind to."""
         try:
-            with caches.still():
-                files = caches.made(caches.folder(), self._began, self._job)
-            new = self._new(files)
-            if new:
+            if not self.key or self._store is None or not (self.seconds or self._tables) or not self._saves():
+                return
+            if reason := others_can_write(self._root):
+                raise PlatformError(f"torch's cache folder may hold what others have put there: {reason}")
+            if new := self._new(caches.made(self._root, self._where.began, self._job)):
                 size = self._store.save(self.key, new, self.about, self._tag)
+                self._saved = {name: member.sha256 for name, member in new.items()}
                 self._say(outcome="saved", members=len(new), bytes=size)
-        except Exception as error:  # the next run compiles again, and this one goes on
+        except Exception as error:  # the next save tries again, and the job goes on
             self._say(outcome="not saved", why=f"{type(error).__name__}: {error}")
 
+    def _saves(self) -> bool:
+        """Whether this is the first rank of those that compile the same."""
+        if self._ranks is not None:
+            self._is_first = self._ranks.is_first_of(self.key)
+        return self._is_first
+
     def _new(self, files: Mapping[str, bytes]) -> Members:
-        """Empty if there is nothing but shapes that were seen before."""
-        now, known = time.time_ns(), self._loaded.members if self._loaded else {}
+        """All that the bundle did not have when it was loaded. Empty if nothing of it is new since the last save but
+        shapes, or what a batch looks like."""
         named = {_FILE + name: content for name, content in files.items()}
-        named |= self._tables.members({name: member.data for name, member in known.items()})
-        new = {name: data for name, data in named.items() if name not in known or known[name].data != data}
-        shapes = _FILE + caches.shapes_file(self._job)
-        state = {(name, data) for name, data in new.items() if name != shapes}
-        if state <= self._saved:
-            return {}
-        self._saved |= state
-        if _SECONDS not in known:
-            new[_SECONDS] = json.dumps({"cold_s": round(self._seconds, 3)}).encode()
-        if self._batch and self._batch != known.get(batch.NAME, Member(b"", 0)).data:
-            new[batch.NAME] = self._batch
-        if _UNITS not in known and (units := caches.vector_units()):
-            new[_UNITS] = json.dumps({"units": units}).encode()
-        return {name: Member(data=data, saved_ns=now) for name, data in new.items()}
+        named |= self._tables.members({name: member.data for name, member in self._kept.items()})
+        beside = {}
+        if self._batch:
+            beside[batch.NAME] = self._batch
+        if _SECONDS not in self._known and caches.was_cold():
+            beside[_SECONDS] = json.dumps({"cold_s": round(self.seconds, 3)}).encode()
+        if _UNITS not in self._known and (units := caches.vector_units()):
+            beside[_UNITS] = json.dumps({"units": units}).encode()
+        now, shapes = time.time_ns(), _FILE + caches.shapes_file(self._job)
+        new = {name: Member(data, now) for name, data in {**named, **beside}.items()}
+        new = {name: member for name, member in new.items() if self._known.get(name) != member.sha256}
+        is_new = any(self._saved.get(name) != new[name].sha256 for name in new.keys() - {shapes, *beside})
+        return new if is_new else {}
 
     def seconds_saved(self) -> float | None:
         """How much longer this process would have compiled without its bundle, as far as that is known."""
-        members = self._loaded.members if self._loaded and self._outcome.get("outcome") == "hit" else {}
-        if _SECONDS not in members:
+        if self.outcome.get("outcome") != "hit" or _SECONDS not in self._kept or not self.seconds:
             return None
-        return max(0.0, float(json.loads(members[_SECONDS].data)["cold_s"]) - self._seconds)
+        return max(0.0, float(json.loads(self._kept[_SECONDS].data)["cold_s"]) - self.seconds)
+
+    def cancel(self) -> None:
+        """Another session takes this one's place."""
+        for event in (self._leaving, self._cancelled, self._compiles, self._woken):
+            event.set()
+
+    def finish(self) -> None:
+        """The script has ended: what is new is saved, if that does not take long."""
+        if os.getpid() == self._pid:
+            self.cancel()
+            self._thread.join(EXIT_S)
 
     def close(self) -> None:
-        """The process ends: what is new is saved."""
-        self._leaving.set()
-        self._cancelled.set()
-        self._compiles.set()
-        self._compiled.set()
-        if self._saver is not None:
-            self._saver.join(WAIT_S)
-        if self._place.rank == 0 and (self._saver is not None or self._tables):
-            self.save()
+        """The process ends: what became of its bundle is told."""
+        if os.getpid() == self._pid:
+            self.finish()
+            if self._tables and not self._is_ready:
+                self._say(**self.outcome)
             if (saved := self.seconds_saved()) is not None:
                 self._say(outcome="used", seconds_saved=round(saved, 2))
+
+
+class _Ranks:
+    """The ranks of a job, and the store that they have met through."""
+
+    def __init__(self, rank: int, size: int, store: Any, prefix: str) -> None:
+        self.rank, self.size, self._store, self._prefix = rank, size, store, prefix
+
+    @classmethod
+    def of_torch(cls, number: int) -> "_Ranks":
+        """Those of the default group. The connection is one of its own: on the group's, a wait in another thread would
+        hold this one up."""
+        dist, store = sys.modules["torch.distributed"], _default_store()
+        if hasattr(store, "clone"):
+            store = store.clone()
+        return cls(dist.get_rank(), dist.get_world_size(), store, f"headway/compile/{number}")
+
+    def verdict(self, word: str, number: int, until: Callable[..., bool]) -> str:
+        """What becomes of everyone's word. The first rank decides, or whoever first gives up: all obey the same."""
+        decided = f"{self._prefix}/{number}/verdict"
+        self._store.set(self._name(self.rank, number), word)
+        if word.endswith(":"):
+            return self._settle(decided, "miss")
+        names = [self._name(rank, number) for rank in range(self.size)]
+        if self.rank == 0:
+            all_there = until(lambda: self._store.check([decided]) or self._store.check(names))
+            words = [self._store.get(name).decode() for name in names] if all_there and self._store.check(names) else []
+            return self._settle(decided, _judged(words, number))
+        if until(lambda: self._store.check([decided])):
+            return str(self._store.get(decided).decode())
+        return self._settle(decided, "miss")
+
+    def _settle(self, name: str, verdict: str) -> str:
+        return str(self._store.compare_set(name, "", verdict).decode())
+
+    def _name(self, rank: int, number: int = 0) -> str:
+        return f"{self._prefix}/{number}/{rank}"
+
+    def is_first_of(self, key: str) -> bool:
+        """Whether no rank before this one has the same key, as far as they have said."""
+        if self._store is None or self.rank == 0:
+            return self.rank == 0
+        names = [self._name(rank) for rank in range(self.rank)]
+        return self._store.check(names) and all(not self._store.get(name).startswith(key.encode()) for name in names)
+
+
+def _judged(words: Iterable[str], number: int) -> str:
+    """The verdict on what all ranks have said; `miss` if they have not."""
+    by_key: dict[str, set[str]] = {}
+    for word in words:
+        by_key.setdefault(word.partition(":")[0], set()).add(word)
+    if not by_key or any(word.endswith(":") for said in by_key.values() for word in said):
+        return "miss"
+    if all(len(said) == 1 for said in by_key.values()):
+        return "hit"
+    return "again" if number + 1 < _ROUNDS else "miss"  # another job has saved between two ranks' looks
+
+
+def _have_met() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return bool(dist and getattr(dist, "is_initialized", bool)())
+
+
+def _default_store() -> Any:
+    return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
+
+
+def _files(members: Members) -> dict[str, bytes]:
+    return {name[len(_FILE) :]: member.data for name, member in members.items() if name.startswith(_FILE)}

@@ -91,6 +91,10 @@ class Store:
     ) -> None:
         """`mirror` is a folder of this node's: what comes from another machine comes there once for all processes."""
         self._storage = open_storage(url)
+        if isinstance(self._storage, LocalFolder) and self._storage.root.exists() and not self._storage.root.is_dir():
+            raise InputError(
+                f"{self._storage.root} is no folder: compiled code cannot be kept there. Choose another place."
+            )
         self.url = self._storage.url
         self._keys = keys
         self._mirror_folder = None if self._storage.is_local else mirror
@@ -269,7 +273,9 @@ class Store:
         if self._keys is not None and self._keys.own():
             return self._keys.sign
         if reason := self._shared(key):
-            raise InputError(f"nobody would load what is saved without a signature: {reason} Run headway cache keygen.")
+            raise InputError(
+                f"nobody would load what is saved without a signature. Run headway cache keygen. ({reason})"
+            )
         return None
 
     def _names(self, key: str) -> list[str]:

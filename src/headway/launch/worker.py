@@ -131,6 +131,7 @@ def _take_place(assignment: Assignment, fds: list[int]) -> None:
     if dict(os.environ) != assignment.environ:
         os.environ.clear()
         os.environ.update(assignment.environ)
+    sys.argv[:] = assignment.argv
     sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if assignment.kind == "module" else []), *assignment.argv]
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # which a fork does not before Python 3.13
     _settle_threads()
