@@ -56,8 +56,10 @@ def main(told: dict[str, Any]) -> dict[str, Any]:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Inherits() if told.get("inherits") else Small()
+    for store in told.get("before", []):
+        headway.compile_cache(store, model=nn.Linear(2, 2))
     if told.get("store"):
-        headway.compile_cache(told["store"], model=model)
+        headway.compile_cache(told["store"], model=model, group=told.get("group", ""))
     compiled = torch.compile(model, backend=told.get("backend", "inductor"))
     if told.get("loads"):
         return {"losses": train(model, compiled), "key": current().compiles.key}  # type: ignore[union-attr]

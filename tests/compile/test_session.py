@@ -178,12 +178,12 @@ def test_a_forward_that_calls_its_parents_needs_its_sources_named(tmp_path: Path
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def on_two_ranks(machines: list[Machine], stores: list[str]) -> list[dict[str, Any]]:
+def on_two_ranks(machines: list[Machine], stores: list[str], **told: Any) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     both = [
-        machine.start(rank, 2, port, store=store, meets=True)
+        machine.start(rank, 2, port, store=store, meets=True, **{name: each[rank] for name, each in told.items()})
         for rank, (machine, store) in enumerate(zip(machines, stores, strict=True))
     ]
     return [answer(process) for process in both]
@@ -212,6 +212,24 @@ def test_warm_workers_of_a_supervisor_share_it(tmp_path: Path) -> None:
     assert len({tuple(each["losses"]) for each in [*cold, *warm]}) == 1
 
 
+def test_ranks_that_compile_something_else_have_a_bundle_of_their_own(tmp_path: Path) -> None:
+    stores, groups = [str(tmp_path / "store")] * 2, ["first", "second"]
+    cold = on_two_ranks([Machine(tmp_path / "a"), Machine(tmp_path / "b")], stores, group=groups)
+    assert [each["outcome"]["outcome"] for each in cold] == ["miss", "miss"]
+    assert len(Store(stores[0]).stored()) == 2
+    warm = on_two_ranks([Machine(tmp_path / "c"), Machine(tmp_path / "d")], stores, group=groups)
+    assert [(each["outcome"]["outcome"], each["misses"]) for each in warm] == [("hit", 0)] * 2
+
+
+def test_the_words_of_one_session_are_none_of_the_next_ones(
+    first: tuple[Path, Machine, dict[str, Any]], tmp_path: Path
+) -> None:
+    machines, before = [Machine(tmp_path / "a"), Machine(tmp_path / "b")], [[str(tmp_path / "empty")], []]
+    before[1] = before[0]
+    found = on_two_ranks(machines, [str(first[0])] * 2, before=before)
+    assert [each["outcome"]["outcome"] for each in found] == ["hit", "hit"]
+
+
 def test_if_one_rank_has_none_nobody_uses_it(first: tuple[Path, Machine, dict[str, Any]], tmp_path: Path) -> None:
     found = on_two_ranks([Machine(tmp_path / "a"), Machine(tmp_path / "b")], [str(first[0]), str(tmp_path / "empty")])
     assert [each["outcome"]["outcome"] for each in found] == ["miss", "miss"]
@@ -224,6 +242,21 @@ def test_a_rank_that_compiles_before_it_has_met_the_others_waits_for_nobody(
 ) -> None:
     alone = answer(Machine(tmp_path / "a").start(0, 2, 1, store=str(first[0]), backend="eager"))
     assert alone["outcome"]["outcome"] == "miss"
+
+
+@pytest.mark.parametrize("error", ["full", "unwritable"])
+def test_if_one_rank_cannot_put_it_into_place_nobody_uses_it(
+    first: tuple[Path, Machine, dict[str, Any]], tmp_path: Path, error: str
+) -> None:
+    machines = [Machine(tmp_path / "a"), Machine(tmp_path / "b")]
+    (tmp_path / "b" / "cache").mkdir()
+    if error == "unwritable":
+        (tmp_path / "b" / "cache").chmod(0o777)  # others could have put something there
+    else:
+        for name in ("fxgraph", "aotautograd"):
+            (tmp_path / "b" / "cache" / name).write_text("in the way")
+    found = on_two_ranks(machines, [str(first[0])] * 2, backend=["eager", "eager"])
+    assert [each["outcome"]["outcome"] for each in found] == ["miss", "miss"]
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

@@ -162,18 +162,16 @@ class Staged:
         if self._folder is None:
             self._root.mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(prefix=".headway-", dir=self._root))
-        part = self._folder / str(len(self._names))
-        part.write_bytes(content)
+        (self._root / where).parent.mkdir(parents=True, exist_ok=True)
+        (self._folder / str(len(self._names))).write_bytes(content)
         self._names.append(where)
 
     def commit(self) -> int:
         """Puts them into place, and returns how many there were. None is overwritten, or ever half there."""
         for number, where in enumerate(self._names):
             assert self._folder is not None
-            path = self._root / where
-            path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
-                os.link(self._folder / str(number), path)
+                os.link(self._folder / str(number), self._root / where)
         return len(self._names)
 
     def __enter__(self) -> "Staged":

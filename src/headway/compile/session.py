@@ -122,6 +122,8 @@ class Session:
                     return
         except Exception as error:  # the job compiles as if there were no cache
             self.outcome = {"outcome": "miss", "why": f"{type(error).__name__}: {error}"}
+            with suppress(Exception):  # the others need not wait for this rank
+                self._verdict("", 0)
 
     def _fetch(self, number: int) -> str:
         """Loads, and puts what was loaded into place if all ranks have the same. Returns their verdict."""
