@@ -55,6 +55,12 @@ def told(**members: dict[str, object]) -> dict[str, object]:
     return {"format": 1, "key": "", "saved_ns": 1, "about": {}, "members": members}
 
 
+def test_of_more_than_fits_the_oldest_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "MOST_BYTES", 25)
+    members = {f"m{age}": Member(bytes(10), 100 - age) for age in range(5)}
+    assert set(bundle.newest(members)) == {"m0", "m1"}
+
+
 def test_what_was_packed_comes_back(members: Members) -> None:
     segment = unpack(pack(members, ABOUT, key="abc"), anyone)
     assert segment.members == members

@@ -114,6 +114,17 @@ def merge(*members: Members) -> Members:
     return merged
 
 
+def newest(members: Members) -> Members:
+    """As many as one segment may hold; the oldest are left out."""
+    kept, size = Members(), 0
+    for name in sorted(members, key=lambda name: -members[name].saved_ns):
+        size += len(members[name].data)
+        if size > MOST_BYTES or len(kept) >= MOST_MEMBERS:
+            break
+        kept[name] = members[name]
+    return kept
+
+
 def digest(members: Members) -> str:
     """The same for the same contents under the same names, whenever they were saved; empty if there are none."""
     lines = [f"{member.sha256} {name}\n" for name, member in sorted(members.items())]

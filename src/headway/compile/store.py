@@ -358,7 +358,7 @@ class Store:
             with contextlib.suppress(Refused):  # the rest of it is damaged: `verify` tells
                 segments[name] = self._unpack(key, name, self._read(key, name))
         newest = max(segments.values(), key=lambda segment: segment.saved_ns)
-        merged = bundle.merge(*(segment.members for segment in segments.values()))
+        merged = bundle.newest(bundle.merge(*(segment.members for segment in segments.values())))
         new = self._put(key, tag, bundle.pack(merged, newest.about, self._sign(key), key=key))
         for name in segments.keys() - {new}:
             self._storage.remove(f"{key}/{name}")
