@@ -4,22 +4,20 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import click
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from headway.cli.source import compile_cache_of, home, marks_of, open_job, open_store
-from headway.compile.store import Entry, Progress, Store
+from headway.cli.stored import Stored, progress
+from headway.compile.store import Entry, Store
 from headway.compile.trust import Keys
-from headway.errors import InputError, PlatformError
+from headway.errors import InputError
 from headway.observe.terminal import clock_time, plain
 from headway.paths import jobs_in
 
@@ -37,19 +35,6 @@ _UNITS = {
 _SHORTEST_PREFIX = 4
 
 
-class Cache(click.Group):
-    """A group in which a disk's or a store's refusal is an error without a trace."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        """Runs the command."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise PlatformError(f"{error.filename or 'the cache'}: {error.strerror or error}.") from error
-
-
 def _in_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """A size as people write it."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?i?)b?", value.lower())
@@ -64,7 +49,7 @@ _store = click.option(
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
-@click.group(cls=Cache)
+@click.group(cls=Stored)
 def cache() -> None:
     """What compiled code is stored, for which jobs, and whose is believed.
 
@@ -167,7 +152,7 @@ def verify(ctx: click.Context, key: str | None, store: str | None, as_json: bool
     """
     place = open_store(store)
     chosen = [_one(place, key)] if key else place.entries()
-    with _progress("verifying", sum(each.bytes for each in chosen)) as done:
+    with progress("verifying", sum(each.bytes for each in chosen)) as done:
         problems = {each.key: place.verify(each.key, done) for each in chosen}
     if as_json:
         click.echo(json.dumps(problems, indent=2))
@@ -290,7 +275,7 @@ def _parts(place: Store, prefix: str) -> tuple[str, dict[str, str]]:
 
 def _copy(ctx: click.Context, source: Store, target: Store, prefix: str) -> None:
     entry = _one(source, prefix)
-    with _progress(f"copying {entry.key[:12]}", entry.bytes) as done:
+    with progress(f"copying {entry.key[:12]}", entry.bytes) as done:
         problems = source.copy(entry.key, target, done)
     for problem in problems:
         click.echo(f"left out: {plain(problem)}", err=True)
@@ -298,17 +283,6 @@ def _copy(ctx: click.Context, source: Store, target: Store, prefix: str) -> None
         raise InputError(f"nothing was copied: none of the segments in {source.url} is believed.")
     click.echo(f"{entry.key[:12]} is in {plain(target.url)}.")
     ctx.exit(1 if problems else 0)
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Progress]:
-    """A bar on the terminal, if there is one, and what moves it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    hidden = not console.is_terminal
-    with Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 # --- saying ----------------------------------------------------------------------------------------------------------

@@ -1,44 +1,28 @@
 """`headway checkpoint`: what checkpoints there are, whether they are whole, and which of them stay."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import click
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
-from headway import storage
 from headway.checkpoint import catalog
 from headway.checkpoint.catalog import Checkpoint
 from headway.checkpoint.layout import METADATA
 from headway.checkpoint.retention import Retention
 from headway.cli.checkpoint_interval import interval
-from headway.errors import InputError, PlatformError
+from headway.cli.stored import Stored, progress
+from headway.errors import InputError
 from headway.observe.terminal import clock_time, plain
 from headway.storage import Storage, open_storage
 
 _STYLE = {"committed": "green", "partial": "yellow", "foreign": "cyan", "damaged": "red"}
 
 
-class Checkpoints(click.Group):
-    """A group in which a disk's or a store's refusal is an error without a trace."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        """Runs the command."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise PlatformError(f"{error.filename or 'the checkpoints'}: {error.strerror or error}.") from error
-
-
-@click.group(cls=Checkpoints)
+@click.group(cls=Stored)
 def checkpoint() -> None:
     """What checkpoints there are, whether they are whole, and how often to save.
 
@@ -76,7 +60,7 @@ def verify(ctx: click.Context, root: str, name: str | None, as_json: bool) -> No
     """
     place = open_storage(root)
     chosen = [_one(place, name)] if name else _all(place)
-    with _progress("verifying", sum(each.size or 0 for each in chosen)) as done:
+    with progress("verifying", sum(each.size or 0 for each in chosen)) as done:
         problems = {each.name: catalog.verify(place, each, done) for each in chosen}
     if as_json:
         rows = [{"name": each.name, "state": each.state, "problems": problems[each.name]} for each in chosen]
@@ -140,7 +124,7 @@ def copy(root: str, target: str, name: str | None) -> None:
     chosen = _one(place, name) if name else catalog.newest(place)
     if chosen is None:
         raise InputError(f"no checkpoint in {place.url} is committed. Name one that others have saved, or save one.")
-    with _progress(f"copying {chosen.name}", chosen.size or 0) as done:
+    with progress(f"copying {chosen.name}", chosen.size or 0) as done:
         catalog.copy(place, chosen, other, done)
     click.echo(f"{plain(chosen.name)} is in {plain(other.url)}.")
 
@@ -163,17 +147,6 @@ def _all(place: Storage) -> list[Checkpoint]:
 
 def _one(place: Storage, name: str) -> Checkpoint:
     return catalog.find(place, name.rstrip("/").rpartition("/")[2])
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[storage.Progress]:
-    """A bar on the terminal, if there is one, and what moves it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 # --- saying ----------------------------------------------------------------------------------------------------------

@@ -96,12 +96,14 @@ class Session:
         if self.outcome["outcome"] == "hit" and self._store is not None:
             with suppress(Exception):  # it will be among the first to be evicted, then
                 self._store.touch(self.key)
-        while not self._leaving.is_set():
+        while True:
             self._woken.wait()
             self._woken.clear()
             while time.monotonic() - self._last < QUIET_S and not self._leaving.wait(QUIET_S / 4):
                 pass
             self.save()
+            if self._leaving.is_set():
+                return
 
     def _say(self, **told: Any) -> None:
         """For the journal. What the key is made of is told by one rank: others would only repeat it."""

@@ -38,7 +38,6 @@ def _callbacks(session: "Session", module: Any) -> None:
         trigger = args.callback_trigger.name.lower()
         spans.append(session.begins(Activity.PT2_COMPILATION, id=str(args.compile_id), trigger=trigger))
         if session.run is not None:
-            session.run.watches_compiles = True
             session.run.before_compile()
 
     def ends(args: Any) -> None:

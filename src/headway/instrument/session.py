@@ -69,6 +69,7 @@ class Session:
             for name, begin_ns, end_ns in self.watch.early:
                 run.recorder.period(Activity.IMPORTS, begin_ns, end_ns, module=name)
             self.watch.early.clear()
+            run.watches_compiles = True
             self.awaits_batch = runs.begin_compile_cache(run) is not None
         if role and self.run is not None:
             self.run.becomes(role, rank, world_size)
