@@ -363,7 +363,7 @@ def test_keeper_and_uploader_have_no_torch_in_them(trainer: Callable[..., Traine
 
 
 @pytest.mark.parametrize(
-    "name", ["layout", "storage", "retention", "catalog", "interval", "arena", "keeper", "uploader", "link", "lease"]
+    "name", ["layout", "retention", "catalog", "interval", "arena", "keeper", "uploader", "link", "lease"]
 )
 def test_files_that_do_without_torch_do_not_import_it(name: str) -> None:
     code = f"import sys, headway.checkpoint.{name}; print({{'torch', 'numpy'}} & set(sys.modules))"
