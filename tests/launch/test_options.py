@@ -50,7 +50,7 @@ def test_torchruns_options_are_all_there_and_each_is_tried_below() -> None:
         action.option_strings[0] for action in parser()._actions if action.option_strings and action.help != SUPPRESS
     }
     text = Path(__file__).read_text()
-    ours = {"-h", "--job", "--preload", "--cold", "--hang-after"}
+    ours = {"-h", "--job", "--preload", "--compile-cache", "--cold", "--hang-after"}
     untried = [
         name
         for name in sorted(options - ours)
@@ -214,7 +214,9 @@ def test_a_port_that_another_program_has(script: Path, home: Path) -> None:
 
 def test_the_help_lists_torchruns_options_and_headways_own(home: Path) -> None:
     done = subprocess.run([*HEADWAY, "run", "--help"], capture_output=True, text=True, check=True)
-    for option in ("--nproc-per-node", "--rdzv-endpoint", "--job", "--preload", "--cold", "--hang-after"):
+    for option in ("--nproc-per-node", "--rdzv-endpoint", "--job", "--preload", "--compile-cache", "--hang-after"):
         assert option in done.stdout
     reference = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
-    assert all(f"`{option}" in reference for option in ("--job", "--preload", "--cold", "--hang-after"))
+    assert all(
+        f"`{option}" in reference for option in ("--job", "--preload", "--compile-cache", "--cold", "--hang-after")
+    )
