@@ -60,7 +60,8 @@ def test_ranks_zygote_and_supervisor_are_killed_and_nothing_is_lost(home: Path) 
         "sigkill_unexplained", "sigkill_unexplained", "python_error",
     ]  # fmt: skip
     assert [failure["rank"] for failure in told["failures"][:3]] == [1, 0, 0]
-    assert "fresh" not in (home / "stderr").read_text()
+    assert "start fresh: " not in (text := (home / "stderr").read_text())
+    assert "starts fresh: " not in text
 
     for rank in (0, 1):
         steps = [step for _, step in trained(home, rank)]
