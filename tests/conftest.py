@@ -13,6 +13,7 @@ GET = {
     "ip": "apt-get install iproute2, and run as root",
     "bindfs": "apt-get install bindfs, and run as root",
     "mount": "run as root, where mounting a tmpfs is allowed",
+    "g++": "apt-get install g++",
     "openssl": "apt-get install openssl",
     "py-spy": "pip install py-spy",
     "mkfs.btrfs": "apt-get install btrfs-progs, and run as root",

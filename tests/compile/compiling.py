@@ -60,6 +60,8 @@ def main(told: dict[str, Any]) -> dict[str, Any]:
         headway.compile_cache(store, model=nn.Linear(2, 2))
     if told.get("store"):
         headway.compile_cache(told["store"], model=model, group=told.get("group", ""))
+    if told.get("moves_to"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = told["moves_to"]
     compiled = torch.compile(model, backend=told.get("backend", "inductor"))
     if told.get("loads"):
         return {"losses": train(model, compiled), "key": current().compiles.key}  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from headway.events.vocabulary import Mark, Told
 from headway.paths import JobPaths
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.needs("g++")
 
 PROGRAM = Path(__file__).with_name("compiling.py")
 
@@ -142,6 +143,13 @@ def test_what_its_first_batch_looks_like_is_kept_with_the_bundle(tmp_path: Path)
     told = Machine(tmp_path / "one").run(through=through, loads=True)
     kept = Store(str(tmp_path / "store")).load(told["key"]).members["batch.json"]
     assert json.loads(kept.data)["sequence"][0]["tensor"] == [4, 8]
+
+
+def test_a_script_that_chooses_its_cache_folder_late_is_served_there(tmp_path: Path) -> None:
+    store, folders = str(tmp_path / "store"), [str(tmp_path / name) for name in ("there", "elsewhere")]
+    cold = Machine(tmp_path / "one").run(store=store, moves_to=folders[0])
+    warm = Machine(tmp_path / "two").run(store=store, moves_to=folders[1])
+    assert (warm["hits"], warm["misses"]) == (cold["misses"], 0)
 
 
 def test_a_program_that_compiles_nothing_imports_nothing_and_stores_nothing(tmp_path: Path) -> None:

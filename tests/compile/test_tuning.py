@@ -168,7 +168,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return kernels(tmp_path_factory.mktemp("first"), {})
 
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("g++")]
 
 
 def test_every_benchmark_of_a_triton_kernel_is_heard(first: dict[str, Any]) -> None:

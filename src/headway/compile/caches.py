@@ -182,12 +182,11 @@ class Staged:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def moved(names: Iterable[str], old: Path, new: Path) -> Path:
-    """Puts what is in one cache folder into another; returns that."""
+def move(names: Iterable[str], old: Path, new: Path) -> None:
+    """Puts what is in one cache folder into another, too."""
     with Staged(new) as staged:
         staged.add({name: (old / name).read_bytes() for name in names if (old / name).is_file()}, "", None)
         staged.commit()
-    return new
 
 
 def unfit(names: Iterable[str], root: Path) -> list[str]:

@@ -233,15 +233,17 @@ class Session:
             self.outcome = {"outcome": "miss", "why": f"the bundle was not there after {WAIT_S:.0f} s"}
         if self.key:
             caches.remember_shapes(self._job)
+        old, self._root = self._root, caches.folder()  # the script may have chosen another one meanwhile
         if self.outcome["outcome"] == "hit":
-            self._apply()
+            self._apply(old)
         self.outcome["waited"] = round(time.perf_counter() - began, 4)
         self._say(**self.outcome)
 
-    def _apply(self) -> None:
+    def _apply(self, put: Path) -> None:
+        """`put` is where the files were put."""
         names = [name[len(_FILE) :] for name in self._known if name.startswith(_FILE)]
-        if caches.folder() != self._root:  # the script has chosen another one meanwhile
-            self._root = caches.moved(names, self._root, caches.folder())
+        if put != self._root:
+            caches.move(names, put, self._root)
         for problem in caches.unfit(names, self._root):
             self._say(outcome="left out", why=problem)
         if names:
