@@ -92,6 +92,18 @@ class Told(StrEnum):
     """`why`, `failures`: a save did not come about, and how many in a row."""
     CHECKPOINT_INTERVAL = "checkpoint_interval"
     """`memory_s`, `durable_s`, `steps`, `every`, `wasted_percent`, `why`: it was tuned."""
+    STARTUP = "startup"
+    """`stages`, `begin_ns`, `serial`: a graph of stages has run. Of each stage `name`, `activity`, `lane`, `needs`,
+    `computes`, `begin_ns`, `end_ns`, `cpu_s` and `failed`."""
+    COLLECTIVE = "collective"
+    """`op`, `group`, `ranks`, `world`, `site`, `through`, `count`, `seconds`, `bytes`, `first_ns`: what was sent, and
+    which groups were made, before the first step, by call site."""
+    FAST_BATCH = "fast_batch"
+    """`outcome`, `why`, `compile_s`, `data_s`: what became of compiling on a batch that was made up."""
+    FAST_START = "fast_start"
+    """`item`, `on`, `why`: what is done to start faster without a word in the script."""
+    SHARDING_PLAN = "sharding_plan"
+    """`outcome`, `why`, `seconds`, `key`: where the plan of a sharded model came from."""
 
 
 KNOWN_NAMES = {activity.value: number for number, activity in enumerate(Activity, 1)}
