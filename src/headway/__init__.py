@@ -21,16 +21,18 @@ if TYPE_CHECKING:
     from headway.checkpoint.checkpointer import Checkpointer
     from headway.errors import HeadwayError, InputError, PlatformError, UnknownJob
     from headway.run import Activity, Run, compile_cache, current
+    from headway.startup.runner import StageError, Startup
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Run", "UnknownJob", "__version__",
-    "compile_cache", "current",
+    "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Run", "StageError", "Startup",
+    "UnknownJob", "__version__", "compile_cache", "current",
 ]  # fmt: skip
 
 _HOME = dict.fromkeys(("HeadwayError", "InputError", "PlatformError", "UnknownJob"), "headway.errors")
 _HOME["Checkpointer"] = "headway.checkpoint"
+_HOME |= dict.fromkeys(("StageError", "Startup"), "headway.startup")
 _HOME |= dict.fromkeys(("Activity", "Run", "compile_cache", "current"), "headway.run")
 
 

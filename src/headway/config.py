@@ -7,6 +7,14 @@ from pathlib import Path
 
 from headway.errors import InputError, nearest
 
+FAST_START = {
+    "imports": "packages that the program imported before are there already",
+    "groups": "process groups connect when they are first used",
+    "compile-cache": "compiled code is kept, and taken from there",
+    "loader": "a data loader's workers start when it is made, where that changes nothing",
+}
+"""What can be had at a start without a word in the script, by the name it is switched by."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -40,6 +48,10 @@ class Settings:
     """Folder or URL of the store of compiled code. Set by `--compile-cache`."""
     compile_group: str = ""
     """Names the ranks that compile the same as this one, where not all do: a stage of a pipeline, say."""
+    serial: str = ""
+    """Set to 1, the stages of a `headway.Startup` run one after another."""
+    fast_start: str = ""
+    """What is done to start faster: items of `--fast-start`, separated by commas, or `all`."""
     disable: str = ""
     """Set to 1, `headway.current()` records nothing."""
 
@@ -63,6 +75,11 @@ class Settings:
         return cls(**values)  # type: ignore[arg-type]
 
     @property
+    def fast_start_items(self) -> list[str]:
+        """The items that are on; InputError for one there is none of."""
+        return items_in(self.fast_start, "HEADWAY_FAST_START")
+
+    @property
     def home_folder(self) -> Path:
         """`home`, absolute."""
         return self.home.expanduser().absolute()
@@ -71,3 +88,11 @@ class Settings:
     def spool_folder(self) -> Path:
         """`spool`, or a folder of this user's under the temporary directory."""
         return (self.spool or Path(os.environ.get("TMPDIR", "/tmp")) / f"headway-{os.getuid()}").absolute()
+
+
+def items_in(text: str, given_by: str) -> list[str]:
+    """The items of `FAST_START` that a list names, in their order; InputError for a name that is none."""
+    named = {name.strip() for name in text.split(",") if name.strip()}
+    if unknown := sorted(named - FAST_START.keys() - {"all"}):
+        raise InputError(f"{given_by}: there is no item {unknown[0]} of a fast start: {nearest(unknown[0], FAST_START)}")
+    return [item for item in FAST_START if item in named or "all" in named]

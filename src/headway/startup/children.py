@@ -1,0 +1,92 @@
+"""Stages with a process of their own: forked before any thread is started, and given their work when it is due."""
+
+import ctypes
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildFailed(RuntimeError):
+    """What a stage raised in its process, as text: the exception itself may not travel."""
+
+
+class Child:
+    """A copy of this process that waits for one call of one function. What it changes stays in it; only the function's
+    result comes back."""
+
+    def __init__(self, call: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._line, theirs = Pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            self._line.close()
+            _serve(call, theirs, parent)
+        theirs.close()
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """The function's result for these arguments. Raises ChildFailed if it raised, or if its process ended."""
+        try:
+            sent = pickle.dumps(dict(arguments), pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise TypeError(f"what it needs cannot be sent to its process ({error}): use another lane") from error
+        try:
+            self._line.send_bytes(sent)
+            failure, result = pickle.loads(self._line.recv_bytes())
+        except (EOFError, OSError):
+            raise ChildFailed(f"its process {_ending(self._reap())}") from None
+        if failure:
+            raise ChildFailed(failure)
+        return result
+
+    def kill(self) -> None:
+        """Ends the process, if it has not ended."""
+        if self.pid:  # not reaped yet, so the number is still its own
+            os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the process, and leaves nothing of it."""
+        self.kill()
+        self._reap()
+        self._line.close()
+
+    def _reap(self) -> int:
+        pid, self.pid = self.pid, 0
+        return os.waitpid(pid, 0)[1] if pid else 0
+
+
+def _ending(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _serve(call: Callable[[Mapping[str, Any]], Any], line: Connection, parent: int) -> NoReturn:
+    """In the child: never returns, and runs nothing of what its parent does at exit."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it reaches both, and the parent sees to it
+            line.send_bytes(_outcome(call, line))
+            code = 0
+    except (EOFError, OSError):  # it is not needed any more
+        pass
+    finally:
+        os._exit(code)
+
+
+def _outcome(call: Callable[[Mapping[str, Any]], Any], line: Connection) -> bytes:
+    try:
+        result = call(pickle.loads(line.recv_bytes()))
+    except BaseException as error:
+        return pickle.dumps(("".join(traceback.format_exception(error)).rstrip(), None))
+    try:
+        return pickle.dumps(("", result), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        return pickle.dumps((f"its result cannot be sent from its process ({error}): use another lane", None))

@@ -1,0 +1,116 @@
+"""Random numbers of a stage's own, so that what it draws does not depend on what runs beside it.
+
+A stage that computes has the process's generators to itself, seeded for it, and leaves them as they were. One that does
+not may run at the same time as such a stage, and the process's generators are not its to touch: whatever it draws from
+torch's default one comes from a generator of its own instead.
+"""
+
+import hashlib
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_DRAWING = frozenset(
+    (
+        "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal",
+        "normal_", "poisson", "rand", "randint", "randn", "random_", "randperm", "uniform_",
+    )
+)  # fmt: skip
+"""What draws from a generator, and takes another one."""
+
+_here = threading.local()
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for each stage: the same one on each run."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
+
+
+@contextmanager
+def own_random(seed: int, computes: bool) -> Iterator[None]:
+    """Random numbers of this block's own, whatever is drawn elsewhere."""
+    if not computes:
+        with _Own(seed):
+            yield
+        return
+    states = _states()
+    try:
+        _seed(seed)
+        yield
+    finally:
+        _put_back(states)
+
+
+def _states() -> dict[str, Any]:
+    """Of every generator that there is by now."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if numpy_random := sys.modules.get("numpy.random"):
+        states["numpy"] = numpy_random.get_state()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed(seed & 0xFFFFFFFF)
+
+
+def _put_back(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy.random"].set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+class _Own(TorchFunctionMode):
+    """Gives whatever draws in this thread from torch's default generator one of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._pid = os.getpid()
+
+    def __enter__(self) -> "_Own":
+        _here.mode = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _here.mode = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _DRAWING and kwargs.get("generator") is None and os.getpid() == self._pid:
+            with_own = {**kwargs, "generator": self._generator}
+            if _is_on_cpu(args, kwargs):
+                return func(*args, **with_own)
+        return func(*args, **kwargs)
+
+
+def _is_on_cpu(args: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device") or next((a.device for a in args if isinstance(a, torch.Tensor)), "cpu")
+    return torch.device(device).type == "cpu"
+
+
+def _in_child() -> None:
+    """A data worker that is started by a stage draws as any other does."""
+    mode = getattr(_here, "mode", None)
+    current = getattr(torch.overrides, "_get_current_function_mode", lambda: None)  # private: else it is only slower
+    if isinstance(mode, _Own) and current() is mode:
+        mode.__exit__(None, None, None)
+
+
+os.register_at_fork(after_in_child=_in_child)
