@@ -2,10 +2,12 @@
 
     headway run --nproc-per-node 2 examples/train_fsdp2.py
 
-Then again with `--nproc-per-node 1` and more `--steps`: the shards are divided anew.
+Then again with `--nproc-per-node 1` and more `--steps`: the shards are divided anew. Its start-up is a graph of stages;
+`HEADWAY_SERIAL=1` runs them one after another, to the same loss.
 """
 
 import argparse
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,36 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
+def start() -> Any:
+    """The model, its optimizer and the first words: what does not need one another is made at the same time."""
+    setup = headway.Startup()
+
+    @setup.stage(lane="comm")
+    def process_group_init() -> Any:
+        dist.init_process_group("gloo")
+        return init_device_mesh("cpu", (dist.get_world_size(),))
+
+    @setup.stage(lane="io", activity="preproc_creation")
+    def words() -> torch.Tensor:
+        return torch.randint(WORDS, (64, 8, 1)) + torch.arange(LENGTH + 1)
+
+    @setup.stage(activity="train_module_creation")
+    def whole() -> Model:
+        return Model()
+
+    @setup.stage(activity="train_module_creation")
+    def model(whole: Model, process_group_init: Any) -> Model:
+        for layer in whole.layers:
+            fully_shard(layer, mesh=process_group_init)
+        return fully_shard(whole, mesh=process_group_init)
+
+    @setup.stage(activity="train_module_creation")
+    def optimizer(model: Model) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+    return setup.run()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
@@ -41,20 +73,13 @@ def main() -> None:
     options = parser.parse_args()
 
     run = headway.current()
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    with run.stage("train_module_creation"):
-        model = Model()
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-
+    parts = start()
+    model, optimizer, loss = parts.model, parts.optimizer, torch.zeros(())
     with headway.Checkpointer(options.folder, model=model, optimizer=optimizer, interval=20) as ckpt:
         ckpt.restore()
         for step, _ in run.steps(range(ckpt.step, options.steps), start=ckpt.step):
-            words = torch.randint(WORDS, (8, 1)) + torch.arange(LENGTH + 1)
+            words = parts.words[step % len(parts.words)]
             logits = model(words[:, :-1] % WORDS)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), (words[:, 1:] % WORDS).flatten())
             optimizer.zero_grad()
@@ -62,7 +87,7 @@ def main() -> None:
             optimizer.step()
             ckpt.after(step)
     if dist.get_rank() == 0:
-        print(f"trained {ckpt.step} steps", flush=True)
+        print(f"trained {ckpt.step} steps, loss {loss.item().hex()}", flush=True)
     run.finish()
     dist.destroy_process_group()
 

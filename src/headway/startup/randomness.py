@@ -109,7 +109,7 @@ def _in_child() -> None:
     """A data worker that is started by a stage draws as any other does."""
     mode = getattr(_here, "mode", None)
     current = getattr(torch.overrides, "_get_current_function_mode", lambda: None)  # private: else it is only slower
-    if isinstance(mode, _Own) and current() is mode:
+    if current() is mode and isinstance(mode, _Own):
         mode.__exit__(None, None, None)
 
 

@@ -4,12 +4,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-_WAIT = timedelta(seconds=0.5)
-"""So long at a time, between two looks whether there is still something to wait for."""
+_PAUSE_S = 0.2
+"""At most so long between two looks at the store."""
+_LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,33 @@ class Ranks:
         elif self._store.add(f"{place}/count", 1) == self.size:
             self._set_first(f"{place}/verdict", "same")
         verdict = self._awaited(f"{place}/verdict", waiting)
-        return None if verdict == "same" else _difference(first, verdict)
+        if verdict == "same":
+            return None
+        self._linger(f"{place}/read")
+        return _difference(first, verdict)
 
     def _set_first(self, key: str, word: str) -> str:
         """Sets it unless it is set. Returns what it is."""
         return str(self._store.compare_set(key, "", word).decode())
 
     def _awaited(self, key: str, waiting: Callable[[], object]) -> str:
-        until = time.monotonic() + self._store.timeout.total_seconds()
-        while True:
+        until, pause_s = time.monotonic() + self._store.timeout.total_seconds(), 0.002
+        while not self._store.check([key]):  # to wait for it would log a warning each time it is not there yet
+            if time.monotonic() > until:
+                raise TimeoutError(f"not all ranks have come to {key.partition('/')[2]} within {self._store.timeout}")
             waiting()
-            try:
-                self._store.wait([key], _WAIT)
-                return str(self._store.get(key).decode())
-            except RuntimeError:  # not yet, or never
-                if time.monotonic() > until:
-                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S)
+        return str(self._store.get(key).decode())
+
+    def _linger(self, key: str) -> None:
+        """Waits until all have read the verdict: the store may live in this process, which is about to fail."""
+        until = time.monotonic() + _LINGER_S
+        with suppress(RuntimeError):  # the store is gone: all have
+            count = self._store.add(key, 1)
+            while count < self.size and time.monotonic() < until:
+                time.sleep(0.01)
+                count = self._store.add(key, 0)
 
 
 def _difference(one: str, other: str) -> Difference:

@@ -351,7 +351,7 @@ class _Execution:
                 due_s = (min(begun.values(), default=self._now_ns()) - self._now_ns()) / 1e9 + timeout_s
                 if due_s <= 0:
                     late = min(begun, key=begun.__getitem__)
-                    where = _place(self._timings[late].thread)
+                    where = "in its process" if late in self._children else _place(self._timings[late].thread)
                     self._fails(self._graph.stages[late], TimeoutError(f"no end after {timeout_s:g} s. It is {where}"))
                     return
                 self._changed.wait(due_s)
@@ -384,4 +384,4 @@ def _alone(call: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, A
 def _place(thread: int) -> str:
     """Where a thread is."""
     frame = sys._current_frames().get(thread)
-    return f"in {frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "in its process"
+    return f"in {frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "about to begin"
