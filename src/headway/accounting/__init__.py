@@ -11,6 +11,7 @@ same records give the same ledger everywhere.
     attempts   which processes ran together, and when each attempt began and failed
     view       one rank in one attempt: its timeline, put into buckets
     rollup     a finished process's timeline in a kilobyte
+    waterfall  how ranks started together: the critical path, and what more could overlap
     ledger     ranks, attempts and the job, from the pieces and the rules
     advice     fixes, ranked by the points each would give back
 

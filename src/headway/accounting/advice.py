@@ -9,6 +9,7 @@ from typing import Any
 from headway.accounting.ledger import Ledger, percent
 from headway.accounting.rules import OTHER, Bucket
 from headway.accounting.timeline import Timeline
+from headway.accounting.waterfall import Waterfall
 from headway.events.vocabulary import Activity, Saved, Told
 
 LEAST_POINTS = 0.5
@@ -39,6 +40,8 @@ class _Remedy:
     stage: str = ""
     detail: Callable[[Ledger], str] = lambda ledger: ""
     """What exactly, where hooks found it out."""
+    with_stages: str = ""
+    """The fix for a job whose start-up is a graph of stages already."""
 
 
 def _told(ledger: Ledger, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -163,15 +166,17 @@ _REMEDIES = (
     ),
     _Remedy(
         "start the data workers before the model is built",
-        "batches = iter(loader) first, then the model, then next(batches)",
+        "batches = iter(loader) first, then the model, then next(batches); headway.Startup overlaps them for you",
         _INIT,
         Activity.GET_FIRST_BATCH_DATA,
+        with_stages='@setup.stage(lane="io") for the one that calls iter(loader)',
     ),
     _Remedy(
         "name what trainer initialisation does",
         'with run.stage("pre_train"): ... around what is not measured yet',
         _INIT,
         OTHER,
+        with_stages='@setup.stage(activity="pre_train") says what a stage counts as',
     ),
     _Remedy(
         "keep the last steps",
@@ -201,7 +206,7 @@ def advise(ledger: Ledger) -> list[Advice]:
     members = (member for account in ledger.attempts for member in account.attempt.members.values())
     supervised = any(member.process.attempt is not None for member in members)
     found = [_bound(ledger, remedy) for remedy in _REMEDIES if not (supervised and remedy.fix == _SUPERVISE)]
-    found += [_checkpoint_interval(ledger), _hidden_import(ledger)]
+    found += [_checkpoint_interval(ledger), _hidden_import(ledger), _serial_start(ledger), _more_overlap(ledger)]
     worth = [advice for advice in found if advice is not None and advice.points >= LEAST_POINTS]
     return sorted(worth, key=lambda advice: -advice.points)
 
@@ -227,7 +232,8 @@ def _bound(ledger: Ledger, remedy: _Remedy) -> Advice | None:
     saved = sum(lost.values())
     most = max(lost, key=lambda key: lost[key])
     title = ": ".join(filter(None, (remedy.title, remedy.detail(ledger))))
-    fix = remedy.fix.replace("JOB", shlex.quote(ledger.job))
+    fix = remedy.with_stages if remedy.with_stages and ledger.waterfalls else remedy.fix
+    fix = fix.replace("JOB", shlex.quote(ledger.job))
     return Advice(title, points_back(ledger, remedy.buckets, saved), saved / 1e9, fix, str(most[0]))
 
 
@@ -244,6 +250,31 @@ def _hidden_import(ledger: Ledger) -> Advice | None:
         'threading.Thread(target=__import__, args=["torch._dynamo"]).start(), before init_process_group and the data',
         str(_INIT[took[0][0] > 0]),
     )
+
+
+def _serial_start(ledger: Ledger) -> Advice | None:
+    """A start-up that was told to run one stage after another."""
+    found = [each for each in ledger.slowest_starts if each.is_serial and each.could_save_ns]
+    fix = "unset HEADWAY_SERIAL, which is there to debug and to measure"
+    return _overlap(ledger, found, "let the stages of the start-up overlap", fix) if found else None
+
+
+def _more_overlap(ledger: Ledger) -> Advice | None:
+    """The stage to move, where start-ups held up one that needs nothing of what it waited for."""
+    found = [each for each in ledger.slowest_starts if not each.is_serial and each.could_save_ns and each.move]
+    move = max(found, key=lambda each: each.could_save_ns).move if found else None
+    if move is None:
+        return None
+    change = 'lane="io"' if move.stage.lane == "main" else "computes=False"
+    title = f"let stage {move.stage.name} wait beside {move.behind}: neither needs the other, and it computed for only "
+    title += f"{move.cpu_s:.1f} of its {move.took_s:.1f} s"
+    return _overlap(ledger, found, title, f"@setup.stage({change}) for {move.stage.name}")
+
+
+def _overlap(ledger: Ledger, found: list[Waterfall], title: str, fix: str) -> Advice:
+    saved = sum(each.could_save_ns for each in found)
+    key = _INIT[min(each.attempt for each in found) > 0]
+    return Advice(title, points_back(ledger, _INIT, saved), saved / 1e9, fix, str(key))
 
 
 def _checkpoint_interval(ledger: Ledger) -> Advice | None:

@@ -10,6 +10,7 @@ from headway.accounting.anchors import place_stints
 from headway.accounting.members import NEVER_NS, Member, gather_members
 from headway.accounting.rules import Stint
 from headway.accounting.timeline import Piece, RankStint, Timeline
+from headway.accounting.waterfall import Startup
 from headway.events.vocabulary import Activity, Scheduled, Told
 
 TICK_NS = 10_000_000
@@ -78,6 +79,12 @@ class Attempt:
     def scheduled(self) -> Scheduled | None:
         """What the platform said of its wait for hardware."""
         return next((m.timeline.scheduled for m in self.members.values() if m.timeline.scheduled), None)
+
+    @property
+    def startups(self) -> dict[int, list[Startup]]:
+        """What each rank told of its start-up, in job time."""
+        told = {rank: (m.timeline.startups, m.offset_ns) for rank, m in self.members.items() if m.timeline.startups}
+        return {rank: [startup.moved(by_ns) for startup in each] for rank, (each, by_ns) in told.items()}
 
     @property
     def left_ns(self) -> int:

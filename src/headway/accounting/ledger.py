@@ -7,6 +7,7 @@ partition, so the job's is one too.
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from headway.accounting.attempts import CLOCK_TOLERANCE_NS, Attempt, Gap, Instant, gather_attempts
@@ -15,6 +16,7 @@ from headway.accounting.rollup import Load, restore
 from headway.accounting.rules import OTHER, Bucket, Key, Lineage, StallRule, label_steps
 from headway.accounting.timeline import Piece, Timeline
 from headway.accounting.view import UNATTRIBUTED, Labels, RankView, Sums
+from headway.accounting.waterfall import Waterfall, gather_waterfalls
 from headway.events.journal import Batch, Cell
 from headway.events.vocabulary import STAGES, Record, Told
 
@@ -23,6 +25,9 @@ _UNTRAINED = (
     "its steps with headway.current().steps(...)"
 )
 _UNSEEN = "no PyTorch training was seen in this job: its processes neither fetched batches nor stepped an optimizer"
+
+MOST_STARTS = 8
+"""So many start-ups are looked into for advice: with thousands of ranks, each takes a tenth of a second."""
 
 
 class JobAccounts:
@@ -336,6 +341,17 @@ class Ledger:
             for a in self.attempts
             if a.attempt.failed
         ]
+
+    @cached_property
+    def waterfalls(self) -> list[Waterfall]:
+        """How each attempt started, as far as its start-up was a graph of stages; worked out when first asked for."""
+        return gather_waterfalls((a.attempt.number, a.attempt.startups) for a in self.attempts)
+
+    @cached_property
+    def slowest_starts(self) -> list[Waterfall]:
+        """The longest of them: a job that started often is known by a few."""
+        found = sorted(self.waterfalls, key=lambda waterfall: -waterfall.wall_ns)[:MOST_STARTS]
+        return [waterfall for waterfall in self.waterfalls if any(waterfall is each for each in found)]
 
     @property
     def time_to_start_ns(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.accounting.rules import NOTHING, Loop, Pace, StallRule
 from headway.accounting.timeline import Piece, Pieces, RankStint, Timeline
+from headway.accounting.waterfall import restored as restored_startup
 from headway.events.journal import Cell
 from headway.events.vocabulary import (
     Activity,
@@ -27,7 +28,7 @@ from headway.events.vocabulary import (
     Told,
 )
 
-VERSION = 3
+VERSION = 4
 """Changes with anything that changes what a fold gives. Another version's roll-ups are not used."""
 
 MOST_POINTS = 512
@@ -72,6 +73,7 @@ def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
         "waits_anywhere": timeline._waits_anywhere,
         "others_gone": [dataclasses.asdict(gone) for gone in timeline.others_gone],
         "told": [[m.t_ns, m.name, m.attrs] for m in timeline.marks if m.name in _TOLD],
+        "startups": [startup.rolled_up() for startup in timeline.startups],
         "pace": timeline._pace.condensed(),
     }  # fmt: skip
     return json.dumps(data, separators=(",", ":")).encode()
@@ -115,6 +117,7 @@ def _restored(told: dict[str, Any], load: Load) -> Timeline:
     timeline.marks = [Mark(t_ns=t_ns, name=name, attrs=attrs) for t_ns, name, attrs in told["told"]]
     timeline._at, timeline._floor, winner, pending = told["open"]
     timeline._winner, timeline._pending = _WHAT[winner], _pieces(pending)
+    timeline.startups = [restored_startup(startup) for startup in told["startups"]]
     timeline._pace = Pace(told["pace"])
     timeline.unroll = _Unroll(load)
     if told["loop"]:

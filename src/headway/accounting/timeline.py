@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from headway.accounting.rules import NOTHING, PRECEDENCE, Loop, Pace, StallRule, winner
+from headway.accounting.waterfall import Startup, startup_of
 from headway.events.journal import Cell
 from headway.events.vocabulary import (
     KNOWN_NAMES,
@@ -34,6 +35,7 @@ from headway.events.vocabulary import (
     SpanBegin,
     SpanEnd,
     StepRun,
+    Told,
 )
 
 STEP_PLACE = PRECEDENCE[Loop.STEP]
@@ -164,7 +166,7 @@ class Timeline:
         "_at", "_early", "_floor", "_has_loaded", "_names", "_open", "_open_spans", "_pace", "_pending", "_restored",
         "_rule", "_spans", "_waits_anywhere", "_winner", "cell", "checkpoints", "dropped", "ended", "first_step",
         "first_step_ns", "gone", "group_ready_ns", "init", "last_ns", "last_step_ns", "loads", "loop", "marks",
-        "others_gone", "process", "scheduled", "stints", "unroll",
+        "others_gone", "process", "scheduled", "startups", "stints", "unroll",
     )  # fmt: skip
 
     def __init__(self, rule: StallRule | None = None) -> None:
@@ -190,6 +192,8 @@ class Timeline:
         """From there to the end of its last settled run of steps."""
         self.stints: list[RankStint] = []
         self.marks: list[Mark] = []
+        self.startups: list[Startup] = []
+        """The marks that tell of a graph of stages; as they are told, they would take ten times the space."""
         self.checkpoints: list[tuple[int, Saved | Restored]] = []
         """In order, each with the stint it belongs to: that in which it was saved, or that which began from it."""
         self.loads = 0
@@ -266,7 +270,10 @@ class Timeline:
 
     def _marks(self, record: Mark) -> None:
         self._lives(record)
-        self.marks.append(record)
+        if record.name == Told.STARTUP and (startup := startup_of(record.attrs)) is not None:
+            self.startups.append(startup)
+        else:
+            self.marks.append(record)
 
     def _drops(self, record: Dropped) -> None:
         self._lives(record)

@@ -21,7 +21,7 @@ from headway.accounting.ledger import Ledger
 from headway.accounting.rules import Bucket, Key
 from headway.observe.palette import COLOURS, GROUP_COLOURS, LABELS, group, who_failed
 from headway.observe.perfetto import Stretch, attempt_title, moments, rank_stretches
-from headway.observe.terminal import duration
+from headway.observe.terminal import duration, overlap
 
 Report = dict[str, Any]
 
@@ -33,6 +33,7 @@ MOST_PIECES = 200_000
 """Stretches of time the page holds; beyond, short ones are drawn as part of their neighbours."""
 MOST_RANKS = 8192
 MOST_MARKS = 2000
+MOST_STARTUPS = 8
 MOST_LINES = 200
 """Attempts and notes that are listed."""
 
@@ -57,6 +58,7 @@ def page(ledger: Ledger, report: Report) -> str:
         "cut": _note(cut) if cut else "",
         "advice": _advice(report["advice"]),
         "stages": _stages(report["stages"]),
+        "startups": _startups(report["startups"]),
         "attempts": _attempts(report),
         "notes": _notes(report["notes"]),
     }
@@ -230,6 +232,43 @@ def _stages(stages: dict[str, float]) -> str:
         if took
     ]
     return f"<table>{''.join(rows)}</table>" if rows else _note("No time went into trainer initialisation.")
+
+
+def _startups(startups: list[dict[str, Any]]) -> str:
+    """A waterfall for each start-up: the first, and the last of all others."""
+    shown = startups[:1] + startups[1:][1 - MOST_STARTUPS :]
+    cards = [_startup(startup) for startup in shown]
+    if len(shown) < len(startups):
+        cards.append(_note(f"{len(startups) - len(shown)} more start-ups are in the JSON report."))
+    return f'<section class="card"><h2>Start-up</h2>{"".join(cards)}</section>' if cards else ""
+
+
+def _startup(startup: dict[str, Any]) -> str:
+    wall = startup["wall_s"] or 1.0
+    rows = []
+    for stage in startup["stages"]:
+        took = stage["end_s"] - stage["begin_s"]
+        kind = "failed" if stage["failed"] else "critical" if stage["critical"] else ""
+        waited = f"after {stage['after']}, " if stage["after"] else ""
+        if stage["last_rank"] not in (None, startup["rank"]):
+            waited += f"rank {stage['last_rank']} came to it last, "
+        rows.append(
+            f'<tr class="{kind}"><th scope="row">{escape(stage["name"])}</th>'
+            f'<td class="left">{escape(stage["lane"])}</td><td class="lane"><i style="'
+            f'margin-left:{100 * stage["begin_s"] / wall:.2f}%;width:{100 * took / wall:.2f}%">'
+            f"</i></td><td>{duration(took)}</td><td>{escape(waited)}{duration(stage['cpu_s'])} CPU</td></tr>"
+        )
+    legs = [
+        f"{escape(leg['stage'] or leg['gap'])} <small>rank {leg['rank']}, {duration(leg['seconds'])}</small>"
+        for leg in startup["critical_path"]
+        if leg["stage"] or leg["seconds"] > wall / 100
+    ]
+    return (
+        f'<div class="waterfall"><h3>Attempt {startup["attempt"]}, {duration(startup["wall_s"])} '
+        f"<small>the stages of rank {startup['rank']}; {escape(overlap(startup).plain)}</small></h3>"
+        f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+        f'<p class="note">Critical path: {" &rarr; ".join(legs)}</p></div>'
+    )
 
 
 def _attempts(report: Report) -> str:

@@ -6,14 +6,17 @@ from headway.accounting.advice import advise
 from headway.accounting.ledger import AttemptLedger, Ledger, by_bucket, by_stage, percent
 from headway.accounting.rules import Bucket
 from headway.accounting.view import Sums
+from headway.accounting.waterfall import Leg, Row, Waterfall
 
 
 def summary(
     ledger: Ledger, attempt: int | None = None, rank: int | None = None, *, rank_ledgers: bool = True
 ) -> dict[str, Any]:
-    """A ledger as JSON-ready data, times in seconds; `ledger`, `stages` and the percentages of one attempt or rank.
+    """A ledger as JSON-ready data, times in seconds; `ledger`, `stages`, `startups` and percentages of one attempt or
+    rank.
 
-    Without `rank_ledgers` the ranks are only named: for thousands of them, their ledgers take as long as all the rest.
+    Without `rank_ledgers` the ranks are only named, and of start-ups the longest is told: for thousands of ranks, all
+    else takes as long as the rest.
     """
     sums = ledger.select(attempt, rank)
     buckets = by_bucket(sums)
@@ -34,6 +37,7 @@ def summary(
         "ranks": [rank_summary(ledger, each) if rank_ledgers else {"rank": each} for each in ledger.ranks],
         "ledger": {str(key): seconds(ns) for key, ns in buckets.items()},
         "stages": {stage: seconds(ns) for stage, ns in by_stage(sums).items()},
+        "startups": [_startup(ledger, each, rank) for each in _starts(ledger, attempt, longest=not rank_ledgers)],
         "unattributed_s": seconds(buckets[Bucket.UNATTRIBUTED]),
         "steps": {
             "new": round(steps[Bucket.TRAINING_EFFECTIVE], 3),
@@ -42,7 +46,7 @@ def summary(
         },
         "slowest_rank": ledger.slowest_rank,
         "advice": [vars(advice) for advice in advise(ledger)],
-        "notes": ledger.notes,
+        "notes": [*ledger.notes, *(note for each in ledger.slowest_starts for note in each.notes())],
     }
 
 
@@ -75,6 +79,53 @@ def _attempt(ledger: Ledger, account: AttemptLedger) -> dict[str, Any]:
         "slowest_rank": account.slowest_rank,
         "error": _error(account),
         "ledger": _shown(account.sums),
+    }
+
+
+def _starts(ledger: Ledger, attempt: int | None, longest: bool) -> list[Waterfall]:
+    found = [each for each in ledger.waterfalls if attempt in (None, each.attempt)]
+    return [max(found, key=lambda each: each.wall_ns)] if found and longest else found
+
+
+def _startup(ledger: Ledger, waterfall: Waterfall, rank: int | None) -> dict[str, Any]:
+    """How the ranks of an attempt started, with the stages of one of them: else of the one that held up the start."""
+    shown = waterfall.rank if rank not in waterfall.runs else rank
+    critical = {(leg.rank, leg.stage) for leg in waterfall.path}
+    begin_ns = waterfall.begin_ns
+    return {
+        "attempt": waterfall.attempt,
+        "rank": shown,
+        "ranks": len(waterfall.runs),
+        "serial": waterfall.is_serial,
+        "begin_s": seconds(begin_ns - ledger.attempts[waterfall.attempt].attempt.begin_ns),
+        "wall_s": seconds(waterfall.wall_ns),
+        "busy_s": seconds(waterfall.busy_ns),
+        "serial_s": seconds(waterfall.serial_ns) if not waterfall.failed else None,
+        "saved_s": seconds(waterfall.saved_ns),
+        "could_save_s": seconds(waterfall.could_save_ns),
+        "uncontended": waterfall.is_serial or waterfall.uncontended is not None,
+        "failed": [{"rank": rank, "stage": name} for rank, name in waterfall.failed],
+        "critical_path": [_leg(leg) for leg in waterfall.path],
+        "stages": [
+            _stage(row, begin_ns) | {"critical": (shown, row.stage.name) in critical} for row in waterfall.rows(shown)
+        ],
+    }
+
+
+def _leg(leg: Leg) -> dict[str, Any]:
+    return {"rank": leg.rank, "stage": leg.stage or None, "gap": leg.gap or None, "seconds": seconds(leg.took_ns)}
+
+
+def _stage(row: Row, since_ns: int) -> dict[str, Any]:
+    return {
+        **row.stage._asdict(),
+        "begin_s": seconds(row.begin_ns - since_ns),
+        "end_s": seconds(row.end_ns - since_ns),
+        "cpu_s": row.cpu_s,
+        "failed": row.failed,
+        "cancelled": row.cancelled,
+        "after": row.after or None,
+        "last_rank": row.last_rank,
     }
 
 

@@ -17,6 +17,10 @@ MOST_ATTEMPTS = 4
 MOST_ADVICE = 3
 MOST_FAILURES = 2
 MOST_NOTES = 3
+MOST_STAGES = 16
+MOST_LEGS = 12
+STAGE_CELLS = 34
+"""The width of a waterfall."""
 _GROUPS = ("start", "recover", "training", "waste", "shutdown", "unattributed")
 _STATE = {"running": "green", "ended": "cyan", "stopped": "yellow", "failed": "red"}
 
@@ -31,6 +35,8 @@ def render(report: dict[str, Any]) -> RenderableType:
         Text(),
         _groups(report),
     ]
+    if report["startups"]:
+        parts += [Text(), _waterfall(max(report["startups"], key=lambda startup: startup["wall_s"]))]
     parts += [Text(), _attempts(report)]
     if report["advice"]:
         parts += [Text(), _advice(report)]
@@ -175,6 +181,72 @@ def _attempts(report: dict[str, Any]) -> Group:
             _rank(attempt["slowest_rank"]),
         )  # fmt: skip
     return Group(table, *_failures(report))
+
+
+def _waterfall(startup: dict[str, Any]) -> Group:
+    """The stages of the start-up that took longest, when each ran, and which of them it took its time for."""
+    many = startup["ranks"] > 1
+    title = Text.assemble(
+        ("start-up", "bold"), f" of attempt {startup['attempt']}  {duration(startup['wall_s'])}",
+        (f"  the stages of rank {startup['rank']}" if many else "", "dim"),
+    )  # fmt: skip
+    table = Table.grid(padding=(0, 1))
+    for justify in ("left", "left", "left", "left", "right"):
+        table.add_column(justify=justify, no_wrap=True, overflow="ellipsis")
+    stages = startup["stages"]
+    by_length = sorted(stages, key=lambda stage: (stage["failed"], stage["end_s"] - stage["begin_s"]))
+    folded = by_length[: max(len(stages) - MOST_STAGES, 0)]
+    for stage in stages:
+        if stage not in folded:
+            table.add_row(*_stage_cells(stage, startup["wall_s"] or 1.0))
+    if folded:
+        longest = folded[-1]["end_s"] - folded[-1]["begin_s"]
+        table.add_row("", Text(f"{len(folded)} more", "dim"), "", Text(f"each at most {duration(longest)}", "dim"))
+    return Group(title, table, _path(startup["critical_path"], startup["wall_s"], many), overlap(startup))
+
+
+def _stage_cells(stage: dict[str, Any], wall_s: float) -> tuple[Text, ...]:
+    begin, end = (round(STAGE_CELLS * stage[key] / wall_s) for key in ("begin_s", "end_s"))
+    begin = min(begin, STAGE_CELLS - 1)
+    colour = "red" if stage["failed"] else COLOURS[Bucket.START_TRAINER_INIT] if stage["critical"] else "dim"
+    sign = ("✗", "red") if stage["failed"] else ("▸" if stage["critical"] else " ", colour)
+    bar = Text(" " * begin + ("█" if stage["critical"] else "▒") * max(end - begin, 1), colour)
+    took = duration(stage["end_s"] - stage["begin_s"])
+    return Text(*sign), Text(plain(stage["name"])[:24]), Text(plain(stage["lane"]), "dim"), bar, Text(took)
+
+
+def _path(legs: list[dict[str, Any]], wall_s: float, many: bool) -> "Flow":
+    """What the start-up took its time for, in a line; gaps that nobody would miss are left out, and of a long path the
+    shortest stages."""
+    legs = [leg for leg in legs if leg["stage"] or leg["seconds"] > wall_s / 100]
+    shown = sorted(sorted(range(len(legs)), key=lambda at: -legs[at]["seconds"])[:MOST_LEGS])
+    items = []
+    for at, before in zip(shown, [-1, *shown], strict=False):
+        if at > before + 1:
+            items.append(Text("…", "dim"))
+        leg, previous = legs[at], legs[before] if before >= 0 else None
+        where = f" (rank {leg['rank']})" if many and (not previous or previous["rank"] != leg["rank"]) else ""
+        if leg["stage"]:
+            items.append(Text(plain(leg["stage"]) + where))
+        else:
+            items.append(Text(f"{duration(leg['seconds'])} {leg['gap']}{where}", "dim"))
+    arrows = [Text.assemble(item, (" →", "dim")) for item in items[:-1]]
+    return Flow([Text("critical path:", "dim"), *arrows, *items[-1:]], gap=" ")
+
+
+def overlap(startup: dict[str, Any]) -> Text:
+    """What running stages at the same time gives, and could give."""
+    more = f"at most {duration(startup['could_save_s'])}"
+    if startup["failed"]:
+        first = startup["failed"][0]
+        return Text(f"stage {plain(first['stage'])} failed on rank {first['rank']}", "red")
+    if startup["serial"]:
+        return Text(f"one stage after another, as asked: overlap could save {more}")
+    saved = duration(startup["saved_s"]) if startup["uncontended"] else f"up to {duration(startup['saved_s'])}"
+    line = Text(f"overlap saves {saved} of {duration(startup['serial_s'])}; {more} more could be had")
+    if not startup["uncontended"]:
+        line.append(" (HEADWAY_SERIAL=1 tells exactly)", "dim")
+    return line
 
 
 def _failures(report: dict[str, Any]) -> list[Text]:
