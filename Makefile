@@ -42,14 +42,15 @@ $(READY): .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# torchtitan comes alone: only its logger is run, which needs none of what the rest of it needs.
+# torchtitan comes alone: only its logger is run, which needs none of what the rest of it needs. So does torchrec: it
+# asks for the fbgemm of CUDA, and the extra `rec` has what it needs on a CPU.
 $(TEST_READY): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,frameworks,stores]'
-	$(BIN)/python -m pip install -q --no-deps torchtitan==0.3.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,frameworks,rec,stores]'
+	$(BIN)/python -m pip install -q --no-deps torchrec==1.8.0 torchtitan==0.3.0
 	@touch $@
 
 # dlrover comes alone: its pynvml would make every import of torch longer, and warn.
 $(BENCH_READY): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
-	$(BIN)/python -m pip install -q --no-deps dlrover==0.6.1
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench,rec]'
+	$(BIN)/python -m pip install -q --no-deps dlrover==0.6.1 torchrec==1.8.0
 	@touch $@

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import headway
+from headway.startup import device_mesh, lazy_groups
 
 WORDS, WIDTH, LENGTH = 512, 128, 32
 
@@ -36,14 +37,17 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def start() -> Any:
+def start(stock: bool) -> Any:
     """The model, its optimizer and the first words: what does not need one another is made at the same time."""
     setup = headway.Startup()
 
     @setup.stage(lane="comm")
     def process_group_init() -> Any:
+        if not stock:
+            lazy_groups()
         dist.init_process_group("gloo")
-        return init_device_mesh("cpu", (dist.get_world_size(),))
+        shape, names = (1, dist.get_world_size()), ("replicas", "shards")
+        return (init_device_mesh if stock else device_mesh)("cpu", shape, mesh_dim_names=names)["shards"]
 
     @setup.stage(lane="io", activity="preproc_creation")
     def words() -> torch.Tensor:
@@ -70,11 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--folder", default="out/fsdp2")
+    parser.add_argument("--stock", action="store_true", help="without headway's remedies, to compare")
     options = parser.parse_args()
 
     run = headway.current()
     torch.manual_seed(0)
-    parts = start()
+    parts = start(options.stock)
     model, optimizer, loss = parts.model, parts.optimizer, torch.zeros(())
     with headway.Checkpointer(options.folder, model=model, optimizer=optimizer, interval=20) as ckpt:
         ckpt.restore()

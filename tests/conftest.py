@@ -22,6 +22,8 @@ GET = {
         ("scontrol", "slurmctld", "slurmd", "munged"), "apt-get install slurm-client slurmctld slurmd munge"
     ),
 }
+FRAMEWORKS = "pip install -c constraints.txt -e '.[frameworks]'"
+GET_PACKAGE = {"torchrec": "pip install -c constraints.txt -e '.[rec]', then pip install --no-deps torchrec==1.8.0"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,7 +35,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("needs_package"):
         for package in mark.args:
             if importlib.util.find_spec(package) is None:
-                pytest.skip(f"needs {package}: pip install -c constraints.txt -e '.[frameworks]'")
+                pytest.skip(f"needs {package}: {GET_PACKAGE.get(package, FRAMEWORKS)}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,21 +18,23 @@ Then `headway report` shows the job's Effective Training Time and what took the 
 
 TYPE_CHECKING = False  # as in `typing`, which takes its time to import, and a script that never calls headway none
 if TYPE_CHECKING:
+    from headway.checkpoint.ahead import read_ahead
     from headway.checkpoint.checkpointer import Checkpointer
     from headway.errors import HeadwayError, InputError, PlatformError, UnknownJob
     from headway.run import Activity, Run, compile_cache, current
+    from headway.startup.fast import fast_batch
     from headway.startup.runner import StageError, Startup
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Run", "StageError", "Startup",
-    "UnknownJob", "__version__", "compile_cache", "current",
+    "UnknownJob", "__version__", "compile_cache", "current", "fast_batch", "read_ahead",
 ]  # fmt: skip
 
 _HOME = dict.fromkeys(("HeadwayError", "InputError", "PlatformError", "UnknownJob"), "headway.errors")
-_HOME["Checkpointer"] = "headway.checkpoint"
-_HOME |= dict.fromkeys(("StageError", "Startup"), "headway.startup")
+_HOME |= dict.fromkeys(("Checkpointer", "read_ahead"), "headway.checkpoint")
+_HOME |= dict.fromkeys(("StageError", "Startup", "fast_batch"), "headway.startup")
 _HOME |= dict.fromkeys(("Activity", "Run", "compile_cache", "current"), "headway.run")
 
 

@@ -94,5 +94,6 @@ def items_in(text: str, given_by: str) -> list[str]:
     """The items of `FAST_START` that a list names, in their order; InputError for a name that is none."""
     named = {name.strip() for name in text.split(",") if name.strip()}
     if unknown := sorted(named - FAST_START.keys() - {"all"}):
-        raise InputError(f"{given_by}: there is no item {unknown[0]} of a fast start: {nearest(unknown[0], FAST_START)}")
+        hint = nearest(unknown[0], FAST_START)
+        raise InputError(f"{given_by}: a fast start has no item {unknown[0]}: {hint}")
     return [item for item in FAST_START if item in named or "all" in named]

@@ -70,18 +70,24 @@ def compile_cache(url: str | os.PathLike[str] | None = None, *, model: Any = Non
     compile the same, where not all do.
     """
     from headway.compile.caches import call_around
-    from headway.compile.key import model_name
 
     if may_be_helper():  # a data worker that imports the script
         return
     run, program = current(), ""
     if model is not None:
-        named = [*model.named_parameters(), *model.named_buffers()]
-        program = model_name([(name, _size(value), str(value.dtype)) for name, value in named], type(model).__name__)
+        program = structure_of(model)
     session = begin_compile_cache(run, os.fspath(url or ""), program, group, anew=True)
     if session is not None and not run.watches_compiles:
         run.watches_compiles = True
         call_around(run.before_compile, run.after_compile)
+
+
+def structure_of(model: Any) -> str:
+    """Names a model by the names, sizes and types of its parameters and buffers."""
+    from headway.compile.key import model_name
+
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return model_name([(name, _size(value), str(value.dtype)) for name, value in named], type(model).__name__)
 
 
 def _size(value: Any) -> tuple[int, ...]:
@@ -156,6 +162,11 @@ class Run:
         """What this process does about its compile cache."""
         self.watches_compiles = False
         """Whether something calls that before and after each compilation."""
+
+    @property
+    def program(self) -> str:
+        """The script or module that runs."""
+        return self._process.program
 
     def span(self, name: str, **attrs: Any) -> Span:
         """Times a `with` block. The names in `Activity` count in the ledger; any other is shown beside it."""

@@ -24,9 +24,9 @@ def losses(example: str, ranks: int, folder: Path, *options: str, serial: bool) 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp2(ranks: int, tmp_path: Path) -> None:
-    found = [
-        losses("train_fsdp2.py", ranks, tmp_path, "--steps", "8", "--folder", str(tmp_path / str(serial)), serial=serial)
-        for serial in (False, True)
-    ]
+    found = []
+    for serial in (False, True):
+        options = ["--steps", "8", "--folder", str(tmp_path / f"serial-{serial}")]
+        found.append(losses("train_fsdp2.py", ranks, tmp_path, *options, serial=serial))
     assert len(found[0]) == 1
     assert found[0] == found[1]

@@ -50,7 +50,7 @@ def test_torchruns_options_are_all_there_and_each_is_tried_below() -> None:
         action.option_strings[0] for action in parser()._actions if action.option_strings and action.help != SUPPRESS
     }
     text = Path(__file__).read_text()
-    ours = {"-h", "--job", "--preload", "--compile-cache", "--cold", "--hang-after"}
+    ours = {"-h", "--job", "--preload", "--compile-cache", "--fast-start", "--without", "--cold", "--hang-after"}
     untried = [
         name
         for name in sorted(options - ours)
@@ -190,6 +190,8 @@ def test_a_script_that_is_not_there_or_not_given(home: Path) -> None:
         (["--rdzv-backend", "static", "--master-port", "80000"], "80000 is no port"),
         (["--rdzv-backend", "c10d", "--rdzv-endpoint", "bad:port"], "bad:port"),
         (["--hang-after", "-3"], "--hang-after -3 is no time"),
+        (["--fast-start", "--without", "import"], "--without: a fast start has no item import: did you mean imports?"),
+        (["--without", "groups"], "--without takes items out of --fast-start, which is not there"),
     ],
 )
 def test_values_that_make_no_sense(words: list[str], said: str, script: Path, home: Path) -> None:
@@ -214,9 +216,8 @@ def test_a_port_that_another_program_has(script: Path, home: Path) -> None:
 
 def test_the_help_lists_torchruns_options_and_headways_own(home: Path) -> None:
     done = subprocess.run([*HEADWAY, "run", "--help"], capture_output=True, text=True, check=True)
-    for option in ("--nproc-per-node", "--rdzv-endpoint", "--job", "--preload", "--compile-cache", "--hang-after"):
+    ours = ("--job", "--preload", "--compile-cache", "--fast-start", "--without", "--cold", "--hang-after")
+    for option in ("--nproc-per-node", "--rdzv-endpoint", *ours):
         assert option in done.stdout
     reference = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
-    assert all(
-        f"`{option}" in reference for option in ("--job", "--preload", "--compile-cache", "--cold", "--hang-after")
-    )
+    assert all(f"`{option}" in reference for option in ours)

@@ -17,18 +17,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.checkpoint.ahead import Ahead, read_ahead
     from headway.checkpoint.checkpointer import Checkpointer, Restored
-    from headway.checkpoint.reader import BadCheckpoint, Reader
+    from headway.checkpoint.reader import Reader
     from headway.checkpoint.retention import Retention
+    from headway.checkpoint.source import BadCheckpoint
     from headway.checkpoint.stager import Save, SaveFailed
     from headway.checkpoint.writer import Writer
 
 _HOMES = {
-    "BadCheckpoint": "reader", "Checkpointer": "checkpointer", "Reader": "reader", "Restored": "checkpointer",
-    "Retention": "retention", "Save": "stager", "SaveFailed": "stager", "Writer": "writer",
+    "Ahead": "ahead", "BadCheckpoint": "source", "Checkpointer": "checkpointer", "Reader": "reader",
+    "Restored": "checkpointer", "Retention": "retention", "Save": "stager", "SaveFailed": "stager", "Writer": "writer",
+    "read_ahead": "ahead",
 }  # fmt: skip
 
-__all__ = ["BadCheckpoint", "Checkpointer", "Reader", "Restored", "Retention", "Save", "SaveFailed", "Writer"]
+__all__ = [
+    "Ahead", "BadCheckpoint", "Checkpointer", "Reader", "Restored", "Retention", "Save", "SaveFailed", "Writer",
+    "read_ahead",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

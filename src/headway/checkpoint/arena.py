@@ -12,7 +12,7 @@ import struct
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +220,19 @@ def _lay_in(start: int, size: int) -> bool:
     return not is_busy
 
 
+# --- what is whole ------------------------------------------------------------------------------------------------
+
+
+def complete(arenas: Sequence[Arena]) -> dict[str, int]:
+    """The saves of which these hold every rank's image, and their steps; the parts of a stream are none."""
+    images = [arena for arena in arenas if not arena.shape.plan.endswith("-0")]
+    here = [(held.tag, held.step, arena.shape) for arena in images for held in arena.held()]
+    ranks: dict[str, set[int]] = {}
+    for tag, _, shape in here:
+        ranks.setdefault(tag, set()).add(shape.rank)
+    return {tag: step for tag, step, shape in here if ranks[tag] == set(range(shape.world_size))}
+
+
 # --- how much there is --------------------------------------------------------------------------------------------
 
 
@@ -256,4 +269,4 @@ def slots_that_fit(image_bytes: int, free_bytes: int) -> int:
     return next((slots for slots in (2, 1) if slots * image_bytes <= free_bytes // 2), 0)
 
 
-__all__ = ["PAGE", "Arena", "Held", "Shape", "aligned", "free_memory", "slots_that_fit"]
+__all__ = ["PAGE", "Arena", "Held", "Shape", "aligned", "complete", "free_memory", "slots_that_fit"]

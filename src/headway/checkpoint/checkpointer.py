@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from headway.checkpoint import catalog
-from headway.checkpoint.arena import Arena
+from headway.checkpoint.ahead import Ahead
+from headway.checkpoint.arena import Arena, complete
 from headway.checkpoint.history import History
-from headway.checkpoint.layout import step_folder
-from headway.checkpoint.position import Resumable, Undisturbing, rng_state, set_rng_state
+from headway.checkpoint.layout import own_key, step_folder
+from headway.checkpoint.position import resumable, rng_state, set_position, set_rng_state
 from headway.checkpoint.ranks import PeerLost
 from headway.checkpoint.reader import BadCheckpoint, Reader, Source
 from headway.checkpoint.retention import Retention
@@ -33,6 +34,7 @@ from headway.checkpoint.state import TrainingState
 from headway.errors import HeadwayError, InputError
 from headway.events.vocabulary import Activity, Told, clean_text
 from headway.run import Run, current
+from headway.storage import open_storage
 
 FAILURES = 5
 """So many saves in a row may fail before the job stops."""
@@ -55,6 +57,8 @@ class Restored:
     folder: str
     steps_lost: int | None
     """Steps that were trained and have to be again, where that is known."""
+    ahead_bytes: int = 0
+    """Of files that had been read ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +78,12 @@ class Checkpointer:
         self, root: str | os.PathLike[str], *, model: nn.Module | None = None, optimizer: Any = None,
         loader: Any = None, interval: str | int | float | timedelta | None = "auto", keep: int | Retention = 3,
         memory: str = "auto", stream_bytes: int = 256 << 20, local: str | os.PathLike[str] | None = None,
-        failures: int = FAILURES, process_group: Any = None, run: Run | None = None, **parts: Any,
+        failures: int = FAILURES, process_group: Any = None, run: Run | None = None, ahead: Ahead | None = None,
+        **parts: Any,
     ) -> None:  # fmt: skip
         """`root` is a folder or a URL. `interval` is `"auto"`, a number of steps, a time such as `"10min"` or a
         `timedelta`, or None to save only when told. `keep` says how many stay. `parts` are anything else with a
-        `state_dict`: schedulers, scalers, averages. All ranks call this together."""
+        `state_dict`: schedulers, scalers, averages. `ahead` is what `read_ahead` gave. All ranks call this together."""
         if optimizer is not None and model is None:
             raise InputError("an optimizer is saved by the names of its model's parameters: give `model`, too.")
         for name, part in parts.items():
@@ -87,10 +92,12 @@ class Checkpointer:
         schedule(interval, lambda *numbers: list(numbers), True)  # what is wrong is said before the folder is claimed
         if not isinstance(keep, int | Retention):
             raise InputError(f"keep={keep!r} is no number of checkpoints, nor a Retention.")
+        if ahead is not None and ahead.url != open_storage(root).url:
+            raise InputError(f"what was read ahead is of {ahead.url}, and not of {root}. Give both the same place.")
         retention = keep if isinstance(keep, Retention) else Retention(keep_last=keep)
         self._training = TrainingState(model, optimizer, parts)
-        self._run, self._budget = run or current(), failures
-        self.loader = _resumable(loader, lambda: self._run.span(Activity.DATA_SKIP))
+        self._run, self._budget, self._ahead = run or current(), failures, ahead
+        self.loader: Any = resumable(loader, lambda: self._run.span(Activity.DATA_SKIP))
         """What to iterate: a thin layer around the loader that keeps its position, where it does not do so itself."""
         self._events: list[tuple[str, Save | None, dict[str, Any]]] = []
         self._lock = threading.Lock()
@@ -182,10 +189,11 @@ class Checkpointer:
     def _state(self, step: int) -> dict[str, Any]:
         own = {"step": step, "world_size": self._ranks.size}
         # Torch's own pickler asks about every number of the generators' states, and there are thousands.
-        return self._training.capture() | {_OWN: (own,), self._own_key(): (pickle.dumps(self._own_state()),)}
+        return self._training.capture() | {_OWN: (own,), self._own_key: (pickle.dumps(self._own_state()),)}
 
-    def _own_key(self, rank: int | None = None) -> str:
-        return f"{_OWN}.rank-{self._ranks.rank if rank is None else rank}"
+    @property
+    def _own_key(self) -> str:
+        return own_key(self._ranks.rank)
 
     def _own_state(self) -> dict[str, Any]:
         """What each rank has for itself."""
@@ -261,7 +269,12 @@ class Checkpointer:
         began = time.perf_counter()
         with self._run.span(Activity.CHECKPOINT_RESTORE), _without_garbage():
             arenas = self._writer.arenas()
-            restored = self._restore_first(self._candidates(arenas), arenas, began)
+            try:
+                restored = self._restore_first(self._candidates(arenas), arenas, began)
+            finally:
+                self._drop_ahead()
+        if restored is None and self.loader is not None and self.loader.ahead:
+            self.loader.take_back()  # what its position was taken from is not there any more
         self._history.restored(restored.tier if restored else None)
         self._schedule.failures(**self._history.failures())
         if restored is not None:
@@ -272,12 +285,7 @@ class Checkpointer:
 
     def _candidates(self, arenas: Sequence[Arena]) -> list[Candidate]:
         """What can be restored, the newest first: the same on all ranks."""
-        here = [
-            (held.tag, held.step, arena.shape.world_size, arena.shape.rank)
-            for arena in arenas for held in arena.held() if _is_image(arena)
-        ]  # fmt: skip
-        mine = {tag: step for tag, step, world_size, _ in here if _is_complete(tag, world_size, set(here))}
-        everyones = self._ranks.all(mine)
+        everyones = self._ranks.all(complete(arenas))
         stored = self._ranks.of_first(self._stored)
         steps = {tag: step for theirs in everyones for tag, step in theirs.items()}
         in_memory = set.intersection(*(set(theirs) for theirs in everyones))
@@ -328,13 +336,24 @@ class Checkpointer:
         source = Source(tag=candidate.tag, arenas=usable, local=self._writer.local, folder=candidate.folder)
         if candidate.stored:
             source.storage = self._writer.storage
+        if self._ahead is not None and self._ahead.tag == candidate.tag:
+            source.ahead, source.manifest = self._ahead.take, self._ahead.manifest
+        elif self._ahead is not None and self._ahead.tag > candidate.tag:  # it was bad, or is not what all have
+            self._drop_ahead()
         return source
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            if self._ahead.problem:
+                self._note(f"not all was read ahead ({self._ahead.problem}): the restore reads the rest by itself.")
+        self._ahead = None
 
     def _load(self, source: Source) -> None:
         reader = Reader(source=source)
         metadata = reader.read_metadata()
-        known = _is_saved(self._own_key(), metadata)
-        own = self._own_key(None if known else 0)
+        known = _is_saved(self._own_key, metadata)
+        own = self._own_key if known else own_key(0)
         state = self._training.template(metadata) | {_OWN: (), own: ()}
         if not reader.load_exactly(state):
             state = self._training.template(metadata, names_fit=False) | {_OWN: (), own: ()}
@@ -344,21 +363,23 @@ class Checkpointer:
                 warnings.filterwarnings("ignore", "torch.distributed is")  # each rank reads for itself: that is meant
                 load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
         self._training.apply(state)
-        told = pickle.loads(state[own][0])
-        self._apply_own(told if known else told | {"rng": None}, state[_OWN][0]["world_size"])
+        self._apply_own(state[own][0], state[_OWN][0]["world_size"], known)
 
-    def _apply_own(self, own: Mapping[str, Any], world_size: int) -> None:
+    def _apply_own(self, told: bytes, world_size: int, known: bool) -> None:
         """What a rank has for itself. One that was not there when it was saved takes the position of the first."""
-        if own["rng"] is not None:
+        own = pickle.loads(told)
+        if known and own["rng"] is not None:
             set_rng_state(own["rng"])
-        if self.loader is None or own["loader"] is None:
+        if self.loader is None or own["loader"] is None or self._is_there_already(told):
             return
-        if world_size != self._ranks.size and not isinstance(self.loader, Resumable):
-            _say(f"the loader's position was that of {world_size} ranks, not {self._ranks.size}: its data begins anew.")
-            return
-        self.loader.load_state_dict(own["loader"])
-        if self._ranks.is_first and (note := getattr(self.loader, "note", "")):
+        note = set_position(self.loader, own["loader"], world_size, self._ranks.size)
+        if self._ranks.is_first and note:
             _say(note)
+
+    def _is_there_already(self, told: bytes) -> bool:
+        """Whether the loader was put to this very position ahead of the restore: its workers may be at work there."""
+        ahead, self.loader.ahead = self.loader.ahead, b""
+        return bool(ahead == told)
 
     def _restored(self, candidate: Candidate, source: Source, arenas: Sequence[Arena], seconds: float) -> Restored:
         order = ["memory", "local", "disk", "remote"]
@@ -368,7 +389,7 @@ class Checkpointer:
         self._writer.begin_from(candidate.tag)
         return Restored(
             step=candidate.step, tier=tier, bytes=sum(source.used.values()), seconds=seconds, tag=candidate.tag,
-            folder=candidate.folder, steps_lost=lost,
+            folder=candidate.folder, steps_lost=lost, ahead_bytes=source.ahead_bytes,
         )  # fmt: skip
 
     # --- leaving ---
@@ -393,6 +414,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        self._drop_ahead()
         if for_good:
             with self._run.span(Activity.CHECKPOINT_BLOCKING):
                 if not self.wait(DEADLINE_S):
@@ -409,13 +431,6 @@ class Checkpointer:
             self._end(for_good=True)
 
 
-def _resumable(loader: Any, skipping: Callable[[], Any]) -> Any:
-    if loader is None:
-        return None
-    has_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return Undisturbing(loader) if has_position else Resumable(loader, skipping)
-
-
 def _problem(error: BaseException) -> str:
     """What went wrong: torch wraps it into one that has a trace for its text, and is no `Exception`."""
     if isinstance(error, CheckpointException):
@@ -427,15 +442,6 @@ def _problem(error: BaseException) -> str:
 
 def _is_saved(key: str, metadata: Metadata) -> bool:
     return any(name == key or name.startswith(f"{key}.") for name in metadata.state_dict_metadata)
-
-
-def _is_image(arena: Arena) -> bool:
-    """Whether its slots are images, and not parts of a stream."""
-    return not arena.shape.plan.endswith("-0")
-
-
-def _is_complete(tag: str, world_size: int, everywhere: set[tuple[str, int, int, int]]) -> bool:
-    return {rank for other, _, _, rank in everywhere if other == tag} == set(range(world_size))
 
 
 @contextmanager

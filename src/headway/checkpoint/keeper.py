@@ -44,6 +44,8 @@ class Client:
     pidfd: int
     session: str = ""
     rank: int = -1
+    greeted: bool = False
+    """Else it only looks at what there is, and nothing is held for it."""
     left: bool = False
 
 
@@ -131,7 +133,7 @@ class Keeper:
         self.selector.unregister(client.pidfd)
         client.wire.close()
         os.close(client.pidfd)
-        if not client.left:
+        if client.greeted and not client.left:
             self.linger_s = LINGER_S
             self._tell_uploader({"gone": client.rank})
         if not any(other.session for other in self.clients.values()):
@@ -145,6 +147,7 @@ class Keeper:
             client.wire.send({"refused": f"{whose} writes checkpoints to {self.root}", "pid": owner.get("pid")})
             return
         client.session, client.rank, self.linger_s = message["session"], message["rank"], LINGER_S
+        client.greeted = True
         if message.get("lease"):
             self._set_lease(message["lease"])
         client.wire.send({"hello": os.getpid()})

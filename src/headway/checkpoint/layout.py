@@ -57,6 +57,11 @@ def step_of(folder: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def own_key(rank: int) -> str:
+    """The name, within a checkpoint, of what a rank has for itself: its position in the data, its random numbers."""
+    return f"headway.rank-{rank}"
+
+
 def shard_name(rank: int, tag: str) -> str:
     return f"__{rank}_{tag}.distcp"
 

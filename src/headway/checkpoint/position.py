@@ -4,13 +4,15 @@ What decides the order of an epoch is drawn when the epoch begins. The state of 
 part of the position: there they are drawn again, and then put back to where the job was.
 """
 
+import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,10 @@ class Resumable:
         """What decided the order of the epoch under way; None between epochs."""
         self._going_on = False
         self._newest = object()
+        self._early: _Early | None = None
+        self._before: State | None = None
+        self.ahead = b""
+        """What its position was taken from ahead of a restore."""
         self.note = ""
         """After `load_state_dict`: in which way the position cannot be exact; empty if it is."""
 
@@ -53,7 +59,7 @@ class Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         # Workers are sent off now. Without them a loader draws part of its order at the first batch: it begins there.
-        return self._given(self._begun() if getattr(self._loader, "num_workers", 0) else None)
+        return self._given(self._begun_early() or self._begun() if _has_workers(self._loader) else None)
 
     def _given(self, begun: tuple[Iterator[Any], object] | None) -> Iterator[Any]:
         batches, this = begun or self._begun()
@@ -63,6 +69,36 @@ class Resumable:
             yield batch
         if self._newest is this:
             self._epoch, self._batches, self._begin = self._epoch + 1, 0, None
+
+    def begin(self, rng: State | None = None) -> None:
+        """Sends the workers off now: the next iteration takes what they load. They draw as they would after a restore
+        to `rng`, if that is given; and then no random number is used up here."""
+        if not _has_workers(self._loader):
+            return
+        if rng is None:
+            before = None if self._going_on else _order(self._parts)
+            self._early = _Early(self._begun(), before, None)
+            return
+        present = _host_rng_state()
+        try:
+            _set_host_rng_state(rng)
+            before = None if self._going_on else _order(self._parts)
+            self._early = _Early(self._begun(), before, _host_rng_state())
+        finally:
+            _set_host_rng_state(present)
+
+    def _begun_early(self) -> tuple[Iterator[Any], object] | None:
+        """What `begin` began, if it would be the same now; the random numbers then stand as after it."""
+        early, self._early = self._early, None
+        if early is None or early.before is None:  # the order of an epoch under way was decided when that began
+            return early and early.begun
+        now, then = _order(self._parts), early.before
+        if now["epochs"] == then["epochs"] and (early.after is None or _is_same_rng(now["rng"], then["rng"])):
+            if early.after is not None:
+                _set_host_rng_state(early.after)
+            return early.begun
+        _set_generators(self._parts, then["generators"])
+        return None
 
     def _begun(self) -> tuple[Iterator[Any], object]:
         """The batches of a new epoch, or the rest of one; and what tells this iteration from others."""
@@ -117,6 +153,7 @@ class Resumable:
         self._batches, again = divmod(state["batches"] * before[0] * before[1], after[0] * after[1])
         self._epoch, self._begin, self._newest = state["epoch"], state["begin"], object()
         self._going_on = self._begin is not None
+        self._early = None  # its workers end with it
         _set_generators(self._parts, state["generators"])
         self.note = ""
         if self._going_on and before != after:
@@ -125,6 +162,16 @@ class Resumable:
                 f"{after[0]} with batches of {after[1]}: {again} samples of this epoch come again. None is left out "
                 "provided that all ranks share one order, as with DistributedSampler."
             )
+
+    def mark_ahead(self, told: bytes) -> None:
+        """The position that comes next is from here, and may be taken back."""
+        self.ahead, self._before = told, self.state_dict()
+
+    def take_back(self) -> None:
+        """As it was before the position that was taken ahead."""
+        if self._before is not None:
+            self.load_state_dict(self._before)
+        self.ahead, self._before = b"", None
 
     @property
     def _batch_size(self) -> int:
@@ -146,6 +193,11 @@ class Undisturbing:
 
     def __init__(self, loader: Any) -> None:
         self._loader, self._going_on = loader, False
+        self._state: Any = None
+        self._early: tuple[Iterator[Any], list[Any]] | None = None
+        self._before: Any = None
+        self.ahead = b""
+        """What its position was taken from ahead of a restore."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_loader"), name)
@@ -153,7 +205,17 @@ class Undisturbing:
     def __len__(self) -> int:
         return len(self._loader)
 
+    def begin(self, rng: State | None = None) -> None:
+        """Sends the workers off now: the next iteration takes what they load."""
+        if _has_workers(self._loader):
+            self._early = iter(self), _epochs(_parts(self._loader))
+
     def __iter__(self) -> Iterator[Any]:
+        early, self._early = self._early, None
+        if early is not None and early[1] == _epochs(_parts(self._loader)):
+            return early[0]
+        if early is not None and self._state is not None:
+            self.load_state_dict(self._state)
         before = _host_rng_state() if self._going_on else None
         batches: Iterator[Any] = iter(self._loader)
         if before is not None:
@@ -163,7 +225,54 @@ class Undisturbing:
 
     def load_state_dict(self, state: Any) -> None:
         self._loader.load_state_dict(state)
-        self._going_on = True
+        self._going_on, self._state, self._early = True, state, None
+
+    def mark_ahead(self, told: bytes) -> None:
+        """The position that comes next is from here, and may be taken back."""
+        self.ahead, self._before = told, copy(self._loader)
+
+    def take_back(self) -> None:
+        """As it was before the position that was taken ahead."""
+        if self._before is not None:
+            self._loader, self._going_on, self._state, self._early = self._before, False, None, None
+        self.ahead, self._before = b"", None
+
+
+class _Early(NamedTuple):
+    """An iteration that was begun before anybody asked for it."""
+
+    begun: tuple[Iterator[Any], object]
+    before: State | None
+    """What decided its order, if it is a new epoch's."""
+    after: State | None
+    """Where the random numbers stood after it had drawn from a saved state."""
+
+
+def resumable(loader: Any, skipping: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Any:
+    """The loader with a position; itself, if it was given one already, or is none."""
+    if loader is None or isinstance(loader, Resumable | Undisturbing):
+        return loader
+    has_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return Undisturbing(loader) if has_position else Resumable(loader, skipping)
+
+
+def set_position(loader: Any, state: Any, saved_ranks: int, ranks: int) -> str:
+    """Has the loader go on where it was saved; what is to be said about that."""
+    if saved_ranks != ranks and not isinstance(loader, Resumable):
+        return f"the loader's position was that of {saved_ranks} ranks, not {ranks}: its data begins anew."
+    loader.load_state_dict(state)
+    return getattr(loader, "note", "")
+
+
+def set_position_ahead(loader: Any, told: bytes, known: bool, saved_ranks: int, ranks: int) -> None:
+    """Has the loader go on where it was when a rank `told` what it has for itself, and sends its workers off. The rank
+    was another one if this one is not `known`."""
+    own = pickle.loads(told)
+    if own["loader"] is not None:
+        loader.mark_ahead(told)
+        set_position(loader, own["loader"], saved_ranks, ranks)
+    if threading.current_thread() is threading.main_thread():  # else the random numbers may be in use meanwhile
+        loader.begin(own["rng"] if known else None)
 
 
 class _Rest:
@@ -215,9 +324,16 @@ def _parts(loader: Any) -> list[Any]:
     return [*parts, getattr(loader, "dataset", None)]
 
 
+def _has_workers(loader: Any) -> bool:
+    return bool(getattr(loader, "num_workers", 0))
+
+
 def _order(parts: list[Any]) -> State:
-    epochs = [part.epoch if hasattr(part, "set_epoch") and hasattr(part, "epoch") else None for part in parts]
-    return {"rng": _host_rng_state(), "generators": _generators(parts), "epochs": epochs}
+    return {"rng": _host_rng_state(), "generators": _generators(parts), "epochs": _epochs(parts)}
+
+
+def _epochs(parts: list[Any]) -> list[Any]:
+    return [part.epoch if hasattr(part, "set_epoch") and hasattr(part, "epoch") else None for part in parts]
 
 
 def _set_order(parts: list[Any], order: State) -> None:
@@ -269,6 +385,12 @@ def _host_rng_state() -> State:
     return state
 
 
+def _is_same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    pythons = [(version, tuple(numbers), gauss) for version, numbers, gauss in (one["python"], other["python"])]
+    same = torch.equal(one["torch"], other["torch"]) and pythons[0] == pythons[1]
+    return same and bool(one.get("numpy") == other.get("numpy"))
+
+
 def _set_host_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
@@ -285,4 +407,4 @@ def _accelerator() -> tuple[str, Any]:
     return ("", None) if device is None else (device.type, torch.get_device_module(device))
 
 
-__all__ = ["Resumable", "Undisturbing", "rng_state", "set_rng_state"]
+__all__ = ["Resumable", "Undisturbing", "resumable", "rng_state", "set_position", "set_position_ahead", "set_rng_state"]

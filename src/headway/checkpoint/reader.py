@@ -4,16 +4,12 @@ What comes from a file is compared with its hash before any of it is used.
 """
 
 import io
-import mmap
 import os
 import pickle
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,94 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from headway.checkpoint import catalog
-from headway.checkpoint.arena import Arena
 from headway.checkpoint.image import ShardedTensor, chunks_of, leaves
-from headway.checkpoint.layout import METADATA, Manifest, Shard, marker_name, read_marker
 from headway.checkpoint.ranks import local_size
-from headway.errors import HeadwayError
-from headway.storage import Storage, open_storage
+from headway.checkpoint.source import BadCheckpoint, Source
+from headway.storage import open_storage
 
 _RECORD = b"archive/data/0"
 _HEAD = 8192
 _THREADS = 4
-
-
-class BadCheckpoint(HeadwayError):
-    """A checkpoint is not what was saved; the text says which part of it."""
-
-
-@dataclass
-class Source:
-    """Where files can come from, nearest first."""
-
-    tag: str
-    arenas: Sequence[Arena] = ()
-    local: str | None = None
-    storage: Storage | None = None
-    folder: str = ""
-    manifest: Manifest | None = None
-    used: dict[str, int] = field(default_factory=dict)
-    """Bytes that were read from each tier."""
-
-    def metadata(self) -> bytes:
-        for arena in self.arenas:
-            if any(held.tag == self.tag for held in arena.held()):
-                return arena.metadata(self.tag)
-        if self.storage is None or (manifest := self._known()).metadata is None:
-            raise BadCheckpoint(f"nothing says what the save {self.tag} consists of")
-        data = self.storage.read(_join(self.folder, METADATA))
-        _check(data, manifest.metadata, METADATA)
-        return data
-
-    def open(self, name: str) -> tuple[str, Any]:
-        """Where a file is found, and its bytes, checked."""
-        for arena in self.arenas:
-            for held in arena.held():
-                if held.tag == self.tag and name == f"__{arena.shape.rank}_{self.tag}.distcp":
-                    return "memory", arena.image(held.slot)
-        if (path := self._on_disk(name)) is not None:
-            return "local", path
-        return "remote" if self.storage and not self.storage.is_local else "disk", self._stored(name)
-
-    def _known(self) -> Manifest:
-        """What is stored; looked up when something is not in memory."""
-        if self.manifest is None:
-            assert self.storage is not None
-            found = catalog.find(self.storage, self.folder)
-            if found.manifest is None:
-                raise BadCheckpoint(catalog.verify(self.storage, found)[0])
-            self.manifest = found.manifest
-        return self.manifest
-
-    def count(self, tier: str, size: int) -> None:
-        self.used[tier] = self.used.get(tier, 0) + size
-
-    def _on_disk(self, name: str) -> Any:
-        """The local copy, if it is there and whole."""
-        if self.local is None:
-            return None
-        place = open_storage(self.local)
-        try:
-            rank = int(name.split("_")[2])
-            shard = read_marker(place.read(_join(self.folder, marker_name(self.tag, rank))))[name]
-            return _mapped(Path(place.url) / self.folder / name, shard, name)
-        except (OSError, KeyError, ValueError, BadCheckpoint):
-            return None
-
-    def _stored(self, name: str) -> Any:
-        if self.storage is None or name not in (manifest := self._known()).files:
-            raise BadCheckpoint(f"{name} is neither in memory nor stored")
-        shard, where = manifest.files[name], _join(self.folder, name)
-        try:
-            if self.storage.is_local:
-                return _mapped(Path(self.storage.url) / where, shard, name)
-            if self.local is not None:
-                Path(self.local).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.local) as folder:
-                self.storage.fetch(where, Path(folder) / "shard")
-                return _mapped(Path(folder) / "shard", shard, name)
-        except OSError as error:
-            raise BadCheckpoint(f"{name} cannot be read ({error})") from error
 
 
 class _Saved(NamedTuple):
@@ -265,7 +181,7 @@ class Reader(StorageReader):
         place, value = saved.place, container[key]
         if isinstance(value, torch.Tensor):
             return [(value.to_local() if isinstance(value, DTensor) else value, self._tensor(data, *saved))]
-        container[key] = _value(bytes(data[place.offset : place.offset + place.length]))
+        container[key] = value_of(bytes(data[place.offset : place.offset + place.length]))
         return []
 
     @classmethod
@@ -305,7 +221,7 @@ def stored(path: str) -> Source:
     return Source(tag=found.manifest.tag, storage=storage, folder=name, manifest=found.manifest)
 
 
-def _value(data: bytes) -> Any:
+def value_of(data: bytes) -> Any:
     """What is no tensor, as `torch.save` wrote it in its older form: pickles, of which the fourth is the value. Torch
     looks for other forms first, which takes longer than all the rest."""
     file = io.BytesIO(data)
@@ -326,23 +242,4 @@ def _head(data: Any) -> int | None:
     return at + len(_RECORD) + int.from_bytes(head[at - 2 : at], "little")
 
 
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
-
-
-def _check(data: Any, shard: Shard, name: str) -> None:
-    import xxhash
-
-    if len(data) != shard.bytes:
-        raise BadCheckpoint(f"{name} has {len(data):,} bytes instead of {shard.bytes:,}")
-    if xxhash.xxh3_128_hexdigest(data) != shard.xxh3:
-        raise BadCheckpoint(f"{name} is not what was saved: its hash differs")
-
-
-def _mapped(path: Path, shard: Shard, name: str) -> mmap.mmap:
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size != shard.bytes:
-            raise BadCheckpoint(f"{name} has {os.fstat(file.fileno()).st_size:,} bytes instead of {shard.bytes:,}")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    _check(data, shard, name)
-    return data
+__all__ = ["BadCheckpoint", "Reader", "Source", "stored"]

@@ -64,6 +64,7 @@ def job_environment(
 ) -> dict[str, str]:
     """What a command's processes need to know to be measured as one job."""
     settings = Settings.from_environment(environ)
+    _ = settings.fast_start_items  # an unknown one is told here, and not by every process
     if job == "":
         raise InputError("a job needs a name: --job is empty. Give one, or leave --job out.")
     changed = {"PYTHONPATH": python_path(environ.get("PYTHONPATH", ""))}

@@ -22,6 +22,7 @@ VERBS = {
     "checkpoint": "headway.cli.checkpoint:checkpoint",
     "cache": "headway.cli.cache:cache",
     "compile": "headway.cli.compile:compile_",
+    "startup": "headway.cli.startup:startup",
 }
 """Where each verb is. One is loaded when it is called: `exec` stands before a job, and must not take its time."""
 

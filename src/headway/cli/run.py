@@ -6,8 +6,8 @@ import select
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headway.cli.exec import job_environment, option_of, script_of
-from headway.config import Settings
+from headway.config import FAST_START, Settings, items_in
 from headway.errors import InputError, nearest
 from headway.events.clock import Clock
-from headway.events.journal import Nowhere, Writer
+from headway.events.journal import Follower, Nowhere, Writer
 from headway.events.process import command_line, describe, process_name
 from headway.events.recorder import Recorder
-from headway.events.vocabulary import Process, ProcessGone, clean_text
+from headway.events.vocabulary import Mark, Process, ProcessGone, Told, clean_text
 from headway.launch.crew import Crew
+from headway.launch.prewarm import Prewarm
 from headway.launch.zygote import PRELOAD
-from headway.paths import JOURNAL, JobPaths
+from headway.paths import JOURNAL, JobPaths, folder_name
 from headway.run import ROLL_UP, open_somewhere, takes_the_spool
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ LINE_LIMIT = 120
 FLAGS = frozenset(
     (
         "--standalone", "-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path",
-        "--virtual-local-rank", "--virtual_local_rank", "--cold", "-h", "--help",
+        "--virtual-local-rank", "--virtual_local_rank", "--cold", "--fast-start", "-h", "--help",
     )
 )  # fmt: skip
 """The options that take no value."""
@@ -66,9 +67,12 @@ def run(words: tuple[str, ...]) -> None:
         parser().print_help()
         return
     head = head_of(words)
-    crew = Crew(words, _first_environment(words), _preload(option_of(head, "preload")), "--cold" not in head)
+    fast = FastStart(words)
+    os.environ.update(fast.environ)
+    preload, warm = _preload(option_of(head, "preload")), "--cold" not in head
+    crew = Crew(words, _first_environment(words), preload, warm, prewarm=fast.prewarm)
     try:
-        code = _supervise(words, crew)
+        code = _supervise(words, crew, fast)
     finally:
         crew.close()
     for stream in (sys.stdout, sys.stderr):
@@ -91,7 +95,7 @@ def _preload(given: str) -> list[str]:
     return [*PRELOAD, *(name.strip() for name in given.split(",") if name.strip())]
 
 
-def _supervise(words: Sequence[str], crew: Crew) -> int:
+def _supervise(words: Sequence[str], crew: Crew, fast: "FastStart") -> int:
     """Reads the options, and runs the job to its end. Returns the exit code."""
     args = parse(words)
     from headway.checkpoint.guard import Guard
@@ -107,7 +111,7 @@ def _supervise(words: Sequence[str], crew: Crew) -> int:
         crew.size = config.nproc_per_node
         limited = option_of(head_of(words), "max-restarts") or "PET_MAX_RESTARTS" in os.environ
         judge = Judge(args.max_restarts if limited else None, config.min_nodes)
-        with Journals(words) as journals:
+        with Journals(words) as journals, fast.told_in(journals, crew):
             handler = elastic.rendezvous(config, journals.next_attempt)
             agent = Agent(
                 elastic.worker_spec(config, command, handler), config, command, crew, journals.recorder,
@@ -139,6 +143,10 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     own.add_argument(
         "--compile-cache", metavar="URL", help="Folder or URL to keep compiled code in, and to take it from."
+    )
+    own.add_argument("--fast-start", action="store_true", help=f"Start faster: {'; '.join(FAST_START.values())}.")
+    own.add_argument(
+        "--without", default="", metavar="ITEMS", help=f"What not to do of that: any of {', '.join(FAST_START)}."
     )
     own.add_argument("--cold", action="store_true", help="Start each worker as a fresh process.")
     own.add_argument(
@@ -184,6 +192,78 @@ def parse(words: Sequence[str]) -> Namespace:
     return args
 
 
+# --- a fast start ----------------------------------------------------------------------------------------------------
+
+
+class FastStart:
+    """What is done to start faster without a word in the script, and why what is left is not."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        head, settings = head_of(words), Settings.from_environment()
+        without = items_in(option_of(head, "without"), "--without")
+        asked = list(FAST_START) if "--fast-start" in head else settings.fast_start_items
+        if without and not asked:
+            raise InputError("--without takes items out of --fast-start, which is not there: add it.")
+        self.prewarm: Prewarm | None = None
+        self._why = {item: self._hindrance(item, head, settings) for item in asked if item not in without}
+        self.items = [item for item, why in self._why.items() if not why]
+        self._why |= dict.fromkeys((item for item in asked if item in without), "it is switched off")
+        self.environ = {"HEADWAY_FAST_START": ",".join(self.items)} if asked else {}
+        if "groups" in self.items:
+            self.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+        if "compile-cache" in self.items:
+            self.environ["HEADWAY_COMPILE_CACHE"] = str(settings.home_folder / "compile")
+        if "imports" in self.items:
+            self.prewarm = Prewarm(settings.home_folder, _program(words))
+
+    @staticmethod
+    def _hindrance(item: str, head: Sequence[str], settings: Settings) -> str:
+        """Why this cannot be done here, or need not be; empty if it is done."""
+        unmeasured = "nothing is measured, with HEADWAY_DISABLE=1" if settings.disable == "1" else ""
+        if item == "groups" and "TORCH_GLOO_LAZY_INIT" in os.environ:
+            return f"TORCH_GLOO_LAZY_INIT is set to {os.environ['TORCH_GLOO_LAZY_INIT']}"
+        if item == "compile-cache" and (url := option_of(head, "compile-cache") or settings.compile_cache):
+            return f"it is on already, at {url}"
+        if item == "imports" and {"--cold", "--no-python", "--no_python"} & set(head):
+            return "workers start as fresh processes"
+        return "" if item == "groups" else unmeasured
+
+    @contextmanager
+    def told_in(self, journals: "Journals", crew: Crew) -> Iterator[None]:
+        """Tells the journal, and the user, what is on; at the end, takes what the workers have told last."""
+        said: set[str] = set()
+
+        def tell(item: str, on: bool, why: str) -> None:
+            journals.recorder.mark(Told.FAST_START, item=item, on=on, why=clean_text(why))
+
+        def learned(why: str, on: bool) -> None:
+            tell("imports", on, why)
+            if not on and why not in said:
+                said.add(why)
+                say(f"{why}.")
+
+        ahead = self.prewarm.names() if self.prewarm is not None else []
+        for item, why in self._why.items():
+            tell(item, not why, why or (", ".join(ahead) if item == "imports" else ""))
+        if self._why:
+            imports = f" Imported ahead: {', '.join(ahead)}." if ahead else ""
+            say(f"fast start: {', '.join(self.items) or 'nothing'}.{imports} Switch items off with --without.")
+        if self.prewarm is not None:
+            self.prewarm.tell, self.prewarm.read = learned, journals.imports_told
+        try:
+            yield
+        finally:
+            if self.prewarm is not None and crew.workers:
+                self.prewarm.look(crew.workers[0].pid, crew.workers[0].ticks)
+
+
+def _program(words: Sequence[str]) -> str:
+    """What a program is known by from one job to the next: its script, or its module and the folder it is run in."""
+    head = head_of(words)
+    name = words[len(head)] if len(head) < len(words) else ""
+    return f"{os.getcwd()} -m {name}" if {"-m", "--module"} & set(head) else os.path.realpath(name)
+
+
 # --- journals --------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +283,7 @@ class Journals:
         self._launcher = self._open(replace(self.process, role="launcher"), measured)
         self._paths = JobPaths(self.settings.home_folder, job)
         self._attempt = -1
+        self._followers: dict[Path, Follower] = {}
 
     def _open(self, process: Process, measured: bool) -> Recorder:
         def create(folder: Path) -> Writer:
@@ -253,6 +334,15 @@ class Journals:
         if takes_the_spool(self.settings):
             folders.reverse()
         return [JobPaths(folder, self.process.job).journal(name) for folder in folders]
+
+    def imports_told(self, pid: int, ticks: int) -> Mapping[str, Any] | None:
+        """What one of the workers told of its imports; None if it has not yet."""
+        name = folder_name(process_name(replace(self.process, pid=pid), ticks))
+        for place in self.places(name):
+            for record in self._followers.setdefault(place, Follower(place)).poll().records:
+                if isinstance(record, Mark) and record.name == Told.FAST_START and "modules" in record.attrs:
+                    return record.attrs
+        return None
 
     def next_attempt(self, last: int) -> int:
         """The number of the attempt that begins now: one more than the last, and than any supervisor of this job has

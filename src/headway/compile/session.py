@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.compile import batch, caches, key
+from headway import batches
+from headway.compile import caches, key
 from headway.compile.autotune import Tables, configs_in
 from headway.compile.bundle import Member, Members
 from headway.compile.store import Loaded, Store
@@ -81,7 +82,7 @@ class Session:
         """The same, of what was saved last."""
         self._kept: Members = {}
         """Members that are no files."""
-        self._batch, self._since, self._last = b"", 0.0, 0.0
+        self._batch, self._record, self._since, self._last = b"", b"", 0.0, 0.0
         self._is_first = place.rank == 0
         self._is_ready = False
         self._ready, self._cancelled, self._leaving = threading.Event(), threading.Event(), threading.Event()
@@ -200,9 +201,19 @@ class Session:
     def fetched(self, fetched: Any) -> None:
         """A batch has come, before the first step: the last one of these is what the first step compiles for."""
         try:
-            self._batch = batch.as_bytes(fetched)
+            self._batch = batches.as_bytes(fetched)
         except (TypeError, ValueError, RuntimeError):  # of a kind that nobody could make up: then none will be
             self._batch = b""
+
+    def recorded_batch(self) -> bytes:
+        """What the bundle says of the first batch; empty if nothing. Something is about to compile for it: the bundle
+        is in place when this returns."""
+        self.before_compile()
+        return self._kept[batches.NAME].data if batches.NAME in self._kept else b""
+
+    def record_batch(self, record: bytes) -> None:
+        """Keeps this of the first batch, rather than what was seen of those that were fetched."""
+        self._record = record
 
     def imported(self, name: str) -> None:
         """One of the modules whose tuning is listened to has been imported: a process that tunes trains, too."""
@@ -288,8 +299,8 @@ class Session:
         named = {_FILE + name: content for name, content in files.items()}
         named |= self._tables.members({name: member.data for name, member in self._kept.items()})
         beside = {}
-        if self._batch:
-            beside[batch.NAME] = self._batch
+        if record := self._record or self._batch:
+            beside[batches.NAME] = record
         if _SECONDS not in self._known and caches.was_cold():
             beside[_SECONDS] = json.dumps({"cold_s": round(self.seconds, 3)}).encode()
         if _UNITS not in self._known and (units := caches.vector_units()):

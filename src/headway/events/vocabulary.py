@@ -85,7 +85,8 @@ class Told(StrEnum):
     DECISION = "decision"
     """`why`, `do`, `category`, `rank`, `node`, `rule`, `line`, `wait_s`: what a supervisor did about a failure."""
     CHECKPOINT_RESTORED = "checkpoint_restored"
-    """`step`, `tier`, `bytes`, `seconds`, `steps_lost`: where a state came from."""
+    """`step`, `tier`, `bytes`, `seconds`, `steps_lost`, `ahead_bytes`: where a state came from, and how much of it had
+    been read ahead."""
     CHECKPOINT_BAD = "checkpoint_bad"
     """`step`, `tag`, `why`: it could not be restored, and the one before it was taken."""
     CHECKPOINT_FAILED = "checkpoint_failed"
@@ -96,12 +97,14 @@ class Told(StrEnum):
     """`stages`, `begin_ns`, `serial`: a graph of stages has run. Of each stage `name`, `activity`, `lane`, `needs`,
     `computes`, `begin_ns`, `end_ns`, `cpu_s` and `failed`."""
     COLLECTIVE = "collective"
-    """`op`, `group`, `ranks`, `world`, `site`, `through`, `count`, `seconds`, `bytes`, `first_ns`: what was sent, and
-    which groups were made, before the first step, by call site."""
+    """`op`, `group`, `ranks`, `size`, `world`, `backend`, `lazy`, `site`, `through`, `step`, `calls`, `count`,
+    `seconds`, `bytes`, `first_ns`: what was sent, and which groups were made, before the first step was done, by call
+    site. `count` is the backend's operations in these calls; with `step` they were the first step's own."""
     FAST_BATCH = "fast_batch"
     """`outcome`, `why`, `compile_s`, `data_s`: what became of compiling on a batch that was made up."""
     FAST_START = "fast_start"
-    """`item`, `on`, `why`: what is done to start faster without a word in the script."""
+    """`item`, `on`, `why`: what is done to start faster without a word in the script. Of a rank's imports also
+    `modules` (seconds and file of each) and `sources` (the program's own files)."""
     SHARDING_PLAN = "sharding_plan"
     """`outcome`, `why`, `seconds`, `key`: where the plan of a sharded model came from."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headway import run as runs
 from headway.events.recorder import Span
 from headway.events.vocabulary import Activity, Told
-from headway.instrument import checkpoints, compilation, distributed, patches
+from headway.instrument import checkpoints, collectives, compilation, distributed, faststart, patches
 from headway.instrument.devices import DeviceWaits
 from headway.instrument.frameworks import ray
 from headway.instrument.loop import Loader, Pass
@@ -97,9 +97,10 @@ def install(session: "Session") -> None:
         "torch.optim.optimizer": _optimizers,
         "torch.nn.modules.module": _modules,
     }
-    for table in (own, checkpoints.MODULES, compilation.MODULES, distributed.MODULES, ray.MODULES):
+    for table in (own, checkpoints.MODULES, compilation.MODULES, distributed.MODULES, collectives.MODULES, ray.MODULES):
         for name, hook in table.items():
             session.watch.call_for(name, _careful(session, name, partial(hook, session)))
+    faststart.install(session)
     _exits(session)
 
 

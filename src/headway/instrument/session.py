@@ -11,6 +11,7 @@ from headway import run as runs
 from headway.events.recorder import Recorder, Span
 from headway.events.vocabulary import STAGES, Activity, Told
 from headway.instrument.checkpoints import LOADING
+from headway.instrument.faststart import Imports
 from headway.instrument.hooks import install
 from headway.instrument.imports import ImportWatch
 from headway.instrument.loop import Tracker
@@ -31,6 +32,8 @@ class Session:
         self.tracker: Tracker | None = None
         self.is_evaluating: Callable[[], bool] = lambda: False
         self.datasets: Patch | None = None
+        self.imports: Imports | None = None
+        """Set where packages are to be imported ahead."""
         self.on_first_step: list[Callable[[], None]] = []
         self.on_leave: list[Callable[[], None]] = []
         self._open = threading.local()
@@ -94,6 +97,8 @@ class Session:
         self._tell_imports()
 
     def _tell_imports(self) -> None:
+        if self.imports is not None:
+            self.imports.tell()
         slow = {name: ns for name, ns in self.watch.took_ns.items() if ns > SHOWN_IMPORT_NS}
         if slow and self.recorder is not None:
             first = sorted(slow, key=lambda name: -slow[name])[:30]

@@ -15,7 +15,9 @@ from headway.events.clock import start_ticks
 from headway.events.process import open_pidfd
 from headway.launch import sessions, streams
 from headway.launch.channel import Channel
+from headway.launch.prewarm import Prewarm
 from headway.launch.worker import Assignment, as_program, folder_modules, send_assignment
+from headway.launch.zygote import AHEAD
 
 SPEAK_NS = 2_000_000_000
 """How long a worker that raised may take to print it."""
@@ -173,6 +175,10 @@ class Zygote:
     failed: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     """The top-level modules it has imported, and the folder of each."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """What it was to import ahead, and could not."""
+    importing: str = ""
+    """What it began to import ahead last."""
 
     def hear(self) -> None:
         """Takes what it says of itself."""
@@ -180,8 +186,11 @@ class Zygote:
             return
         messages, is_open = self.control.arrived()
         for message in messages:
-            self.heard, self.unfit, self.failed = True, message["unfit"], message["failed"]
-            self.modules = message["modules"]
+            self.dropped |= message.get("dropped", {})
+            self.importing = message.get("importing", "" if "dropped" in message else self.importing)
+            if "unfit" in message:
+                self.heard, self.unfit, self.failed = True, message["unfit"], message["failed"]
+                self.modules = message["modules"]
         if not is_open:
             self.dead = True
             self.unfit = self.unfit or "it died"
@@ -195,7 +204,7 @@ class Crew:
 
     def __init__(
         self, command: Sequence[str], environ: Mapping[str, str], preload: Sequence[str], warm: bool = True,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = PATIENCE_S, prewarm: Prewarm | None = None,
     ) -> None:  # fmt: skip
         self.size = 0
         """How many standbys to have ready."""
@@ -203,12 +212,14 @@ class Crew:
         self.note: Callable[[str], None] = lambda text: None
         """Called with what a user should know."""
         self._command, self._preload, self._warm = list(command), list(preload) if warm else [], warm
-        self._patience_s = patience_s
+        self._patience_s, self._prewarm = patience_s, prewarm if warm else None
         self._given_up = ""
         """Why no zygote will be forked any more."""
         self._is_closed = self._forks = False
         self._standbys: list[Worker] = []
         self._leaders: set[int] = set()
+        self._next: Zygote | None = None
+        """One that imports more than the present one, and is to take its place."""
         streams.fill_gaps()
         sessions.adopt_orphans()
         self._zygote = self._start_zygote(environ)
@@ -240,6 +251,8 @@ class Crew:
             modules = self._zygote.modules
             self._replace_zygote(self._zygote.environ)
             self._zygote.modules = modules  # of the standbys it has left
+        if self._prewarm is not None and self._forks:
+            self._look_ahead(self._prewarm)
         missing = self.size - self._ready()
         self._order(missing if self._forks else 0)
         self._reap_others()
@@ -283,10 +296,15 @@ class Crew:
         while not zygote.heard and not zygote.dead and (left := zygote.until - time.monotonic()) > 0:
             _wait([zygote.control.fileno()], left)
             zygote.hear()
+        self._take_dropped(zygote)
         for name, error in zygote.failed.items():
             self.note(f"{name} cannot be preloaded ({error}): the workers go on without it.")
         zygote.failed = {}
-        if not zygote.heard:
+        if not zygote.heard and zygote.importing:
+            self._blame(zygote)
+            self._replace_zygote(zygote.environ)
+            self._await_imports()
+        elif not zygote.heard:
             slow = f"the preloaded imports took more than {self._patience_s:g} s"
             self._given_up = "the zygote died of an import" if zygote.dead else slow
             self._preload = []  # one that imports nothing still ends what is left when the supervisor is gone
@@ -330,7 +348,9 @@ class Crew:
 
     def _start_zygote(self, environ: Mapping[str, str]) -> Zygote:
         ours, theirs = Channel.pair()
-        words = [str(theirs.fileno()), str(os.getpid()), ",".join(self._preload), script_folder(self._command)]
+        ahead = self._prewarm.names() if self._prewarm is not None and not self._given_up else []
+        preload = ",".join([*self._preload, *(AHEAD + name for name in ahead)])
+        words = [str(theirs.fileno()), str(os.getpid()), preload, script_folder(self._command)]
         pid = _spawn_python(_ZYGOTE, [*words, *self._command], environ, theirs)
         return Zygote(pid, open_pidfd(pid), ours, dict(environ), time.monotonic() + self._patience_s)
 
@@ -344,9 +364,48 @@ class Crew:
             self._order(self.size)
 
     def _replace_zygote(self, environ: Mapping[str, str]) -> None:
-        self._bury_zygote()
-        self._zygote = self._start_zygote(environ)
+        for zygote in self._zygotes():
+            _bury(zygote)
+        self._zygote, self._next = self._start_zygote(environ), None
         self._guard()
+
+    def _zygotes(self) -> list[Zygote]:
+        return [self._zygote, self._next] if self._next is not None else [self._zygote]
+
+    def _look_ahead(self, prewarm: Prewarm) -> None:
+        """Has a zygote made that imports what these workers did, once they have told; workers are then forked from
+        that one."""
+        new = self._next
+        if new is None:
+            if self.workers and prewarm.look(self.workers[0].pid, self.workers[0].ticks):
+                self._next = self._start_zygote(self._zygote.environ)
+            return
+        new.hear()
+        self._take_dropped(new)
+        if new.heard and not new.unfit:
+            old, self._zygote, self._next = self._zygote, new, None
+            self._guard()
+            self._dismiss_standbys()
+            _bury(old)
+            prewarm.tell(f"workers are forked from where these are imported: {', '.join(prewarm.names())}", True)
+        elif new.dead or new.unfit or time.monotonic() > new.until:
+            self._blame(new)
+            _bury(new)
+            self._next = None
+
+    def _blame(self, zygote: Zygote) -> None:
+        """What was being imported ahead when a zygote died is not, from now on; if it is only slow, not in this job."""
+        if zygote.dead and zygote.importing and self._prewarm is not None:
+            self._prewarm.drop([zygote.importing], "a zygote died of it")
+        else:
+            self.note(f"nothing more is imported ahead: {zygote.importing} took too long, or the zygote is unfit.")
+            self._prewarm = None
+
+    def _take_dropped(self, zygote: Zygote) -> None:
+        dropped, zygote.dropped = zygote.dropped, {}
+        for name, why in dropped.items():
+            if self._prewarm is not None:
+                self._prewarm.drop([name], why)
 
     def _order(self, count: int) -> None:
         for _ in range(count if self._warm else 0):
@@ -357,15 +416,6 @@ class Crew:
 
     def _guard(self) -> None:
         self._zygote.control.send({"guard": sorted(self._leaders)})
-
-    def _bury_zygote(self) -> None:
-        self._zygote.control.send({"guard": []})
-        self._zygote.control.close()
-        with suppress(ProcessLookupError):
-            os.kill(self._zygote.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self._zygote.pid, 0)
-        os.close(self._zygote.pidfd)
 
     def _dismiss_standbys(self) -> None:
         for worker in self._standbys:
@@ -423,7 +473,8 @@ class Crew:
 
     def _reap_others(self) -> None:
         self._ready()  # their names may have come just now
-        sessions.reap_others({worker.pid for worker in (*self.workers, *self._standbys)} | {self._zygote.pid})
+        ours = {worker.pid for worker in (*self.workers, *self._standbys)}
+        sessions.reap_others(ours | {zygote.pid for zygote in self._zygotes()})
 
     def close(self) -> None:
         """Ends everything there is."""
@@ -432,7 +483,18 @@ class Crew:
         self._is_closed = True
         self.stop(signal.SIGKILL, 0)
         self._dismiss_standbys()
-        self._bury_zygote()
+        for zygote in self._zygotes():
+            _bury(zygote)
+
+
+def _bury(zygote: Zygote) -> None:
+    zygote.control.send({"guard": []})
+    zygote.control.close()
+    with suppress(ProcessLookupError):
+        os.kill(zygote.pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(zygote.pid, 0)
+    os.close(zygote.pidfd)
 
 
 def settings_of_script(assignment: Assignment) -> list[str]:

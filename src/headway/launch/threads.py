@@ -1,7 +1,7 @@
 """Threads of numerical libraries: none while the zygote imports them, and the usual number in its children.
 
-OpenBLAS starts its threads when it is imported; a process with threads cannot be forked. OpenMP starts its own only
-when they are needed.
+OpenBLAS starts its threads when it is imported, and Arrow one that gives memory back; a process with threads cannot be
+forked. OpenMP starts its own only when they are needed.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ _SETTERS = ("openblas_set_num_threads", "openblas_set_num_threads64_", "scipy_op
 def forbid_threads(environ: MutableMapping[str, str]) -> None:
     """Keeps libraries that are imported from now on from starting threads; to be called before any is."""
     environ["OPENBLAS_NUM_THREADS"] = "1"
+    environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # memory is given back all the same
 
 
 def allow_threads(environ: Mapping[str, str]) -> None:

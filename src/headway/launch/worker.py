@@ -36,6 +36,8 @@ _NOT_BEFORE_WORK = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM
 """Schedulers send these to all processes of a job, and terminals to all of a group. They are the supervisor's, and from
 the first line of the program on the worker's."""
 _handlers: dict[int, Any] = {}
+imports_set: dict[str, tuple[str | None, str | None]] = {}
+"""Variables that preloaded packages have changed, from what to what: in a fresh worker their imports would."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,12 @@ def turn_deaf() -> None:
         handler = signal.signal(number, signal.SIG_IGN)
         if number not in _handlers or handler != signal.SIG_IGN:
             _handlers[number] = handler
+
+
+def listen_again() -> None:
+    """Takes that back."""
+    for number, handler in _handlers.items():
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 def work(channel: Channel, supervisor: int, hooks: Hooks) -> NoReturn:
@@ -126,17 +134,24 @@ def _take_place(assignment: Assignment, fds: list[int]) -> None:
         os.dup2(fd, place)
         os.close(fd)
         _reopen(place)
-    for number, handler in _handlers.items():
-        signal.signal(number, handler or signal.SIG_DFL)
+    listen_again()
     if dict(os.environ) != assignment.environ:
         os.environ.clear()
         os.environ.update(assignment.environ)
+    _set_as_imports_do()
     sys.argv[:] = assignment.argv
     sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if assignment.kind == "module" else []), *assignment.argv]
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # which a fork does not before Python 3.13
     _settle_threads()
     if assignment.numa:
         _bind(assignment)
+
+
+def _set_as_imports_do() -> None:
+    for name, (before, after) in imports_set.items():
+        if os.environ.get(name) == before:
+            os.environ.pop(name, None)
+            os.environ |= {} if after is None else {name: after}
 
 
 def _reopen(place: int) -> None:

@@ -10,17 +10,20 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from headway.launch import sessions
+from headway.launch import sessions, worker
 from headway.launch.channel import Channel
 from headway.launch.threads import count_threads, forbid_threads
-from headway.launch.worker import Hooks, turn_deaf, work
+from headway.launch.worker import Hooks, folder_modules, turn_deaf, work
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data")
 """What every trainer imports; building its first optimizer imports `torch._dynamo`, which takes as long as torch."""
+
+AHEAD = "?"
+"""Stands before a module that nobody asked for: if it cannot be had here, it is as if it had not been named."""
 
 
 def serve(control: Channel, supervisor: int, preload: Sequence[str], folder: str, hooks: Hooks) -> NoReturn:
@@ -28,9 +31,13 @@ def serve(control: Channel, supervisor: int, preload: Sequence[str], folder: str
     request until the supervisor is gone."""
     turn_deaf()
     sessions.die_with_parent(supervisor)  # an import may hang
-    began = time.monotonic()
+    began, environ = time.monotonic(), dict(os.environ)
     forbid_threads(os.environ)
-    failed = _import_all(preload, folder)
+    failed = _import_all([name for name in preload if not name.startswith(AHEAD)], folder)
+    ahead = [name.removeprefix(AHEAD) for name in preload if name.startswith(AHEAD)]
+    if ahead and not _unfit() and (bad := _import_ahead(ahead, folder, control)):
+        control.send({"dropped": bad})
+        _start_over(control, environ, next(iter(bad)))
     turn_deaf()  # to what an import has handlers for, too
     gc.collect()
     gc.freeze()
@@ -88,6 +95,41 @@ def _import_all(names: Sequence[str], folder: str) -> dict[str, str]:
             failed[name] = f"{type(error).__name__}: {error}"
     sys.path[:1] = first
     return failed
+
+
+def _import_ahead(names: Sequence[str], folder: str, control: Channel) -> dict[str, str]:
+    """Imports installed packages until one does what would not happen, or could be seen, in a fresh worker. Returns
+    that one, and why."""
+    own, given = folder_modules(folder), dict(os.environ)
+    hidden = own & sys.modules.keys()
+    for name in names:
+        control.send({"importing": name})  # it may be the last word
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            return {name: f"{type(error).__name__}: {error}"}
+        if shadows := sorted((own & sys.modules.keys()) - hidden):
+            return {name: f"the program has a module of its own called {shadows[0]}"}
+        if unfit := _unfit():
+            return {name: unfit}
+    worker.imports_set.update(_changes(given, os.environ))
+    return {}
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
+    """The variables that have changed, with both values."""
+    names = {name for name, _ in before.items() ^ after.items()}
+    return {name: (before.get(name), after.get(name)) for name in names}
+
+
+def _start_over(control: Channel, environ: Mapping[str, str], without: str) -> NoReturn:
+    """Begins anew in this process's place, without a module: what its import has done cannot be undone otherwise."""
+    worker.listen_again()
+    words = list(sys.orig_argv)
+    at = words.index(str(control.fileno())) + 2
+    words[at] = ",".join(name for name in words[at].split(",") if name != AHEAD + without)
+    os.set_inheritable(control.fileno(), True)
+    os.execve(sys.executable, words, dict(environ))
 
 
 def _unfit() -> str:

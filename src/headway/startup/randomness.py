@@ -40,22 +40,22 @@ def own_random(seed: int, computes: bool) -> Iterator[None]:
         with _Own(seed):
             yield
         return
-    states = _states()
+    before = states()
     try:
         _seed(seed)
         yield
     finally:
-        _put_back(states)
+        put_back(before)
 
 
-def _states() -> dict[str, Any]:
+def states() -> dict[str, Any]:
     """Of every generator that there is by now."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy_random := sys.modules.get("numpy.random"):
-        states["numpy"] = numpy_random.get_state()
+        found["numpy"] = numpy_random.get_state()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
 
 
 def _seed(seed: int) -> None:
@@ -65,13 +65,14 @@ def _seed(seed: int) -> None:
         numpy_random.seed(seed & 0xFFFFFFFF)
 
 
-def _put_back(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "numpy" in states:
-        sys.modules["numpy.random"].set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
+def put_back(found: dict[str, Any]) -> None:
+    """Sets the generators to what they were found at."""
+    torch.set_rng_state(found["torch"])
+    random.setstate(found["python"])
+    if "numpy" in found:
+        sys.modules["numpy.random"].set_state(found["numpy"])
+    if "cuda" in found:
+        torch.cuda.set_rng_state_all(found["cuda"])
 
 
 class _Own(TorchFunctionMode):

@@ -1,0 +1,117 @@
+"""What earlier starts of a program imported, kept in a small file: the next zygote has it before the program asks.
+
+Only installed packages are kept, never modules of the program's own, which may have changed by then. What was learned
+counts as long as it is sure to be the same: a package that was installed anew, or a file of the program's that has
+changed and speaks of the environment, is learned again.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.paths import folder_name
+
+MOST = 40
+"""Packages to import ahead, at most: those that take longest."""
+
+_CHANGES = re.compile(r"\benviron\b|\bputenv\b|\bsys\.path\b|\bload_dotenv\b")
+"""Words of a program that may have a package behave otherwise if it is imported later."""
+
+
+@dataclass(kw_only=True)
+class Package:
+    """One module that took its time to import, and that is none of the program's own."""
+
+    seconds: float
+    file: str
+    stamp: int
+    """When that file was written."""
+    why: str = ""
+    """Why it is not imported ahead; empty if it is."""
+
+
+class Prewarm:
+    """The packages of one program, as one interpreter imports them."""
+
+    def __init__(self, home: Path, program: str) -> None:
+        digest = hashlib.sha256(f"{sys.executable}\0{program}".encode("utf-8", "replace")).hexdigest()[:12]
+        self.path = home / "prewarm" / f"{folder_name(Path(program).name)[:80]}-{digest}.json"
+        self.read: Callable[[int, int], Mapping[str, Any] | None] = lambda pid, ticks: None
+        """Finds what a process told of its imports: `modules`, each with its seconds and its file, and `sources`."""
+        self.tell: Callable[[str, bool], None] = lambda why, on: None
+        """Called with what became of a package, and whether it is imported ahead."""
+        self.packages: dict[str, Package] = {}
+        self.sources: dict[str, int] = {}
+        """The program's own files, and when each was written."""
+        self._heard = 0
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):  # then it is learned anew
+            self._load(json.loads(self.path.read_text()))
+
+    def _load(self, kept: dict[str, Any]) -> None:
+        if any(_written(file) != stamp and _may_matter(file) for file, stamp in kept["sources"].items()):
+            return
+        found = {name: Package(**fields) for name, fields in kept["packages"].items()}
+        self.packages = {name: each for name, each in found.items() if _written(each.file) == each.stamp}
+        self.sources = kept["sources"]
+
+    def names(self) -> list[str]:
+        """What to import ahead, the slowest first: a package comes before those that it imports itself."""
+        good = [name for name, package in self.packages.items() if not package.why]
+        return sorted(good, key=lambda name: -self.packages[name].seconds)[:MOST]
+
+    def look(self, pid: int, ticks: int) -> bool:
+        """Takes what a worker told of its imports, the process that started then; True if some are new."""
+        if pid == self._heard or (told := self.read(pid, ticks)) is None:
+            return False
+        self._heard = pid
+        new = {name: took for name, took in told["modules"].items() if name not in self.packages}
+        for name, (seconds, file) in new.items():
+            self.packages[name] = Package(seconds=seconds, file=file, stamp=_written(file))
+        self.sources = {file: _written(file) for file in told["sources"]}
+        if told.get("why"):
+            self.tell(told["why"], False)
+        if new:
+            self.tell(f"from the next start on: {', '.join(new)}", True)
+        self.save()
+        return bool(new)
+
+    def drop(self, names: Sequence[str], why: str) -> None:
+        """These are not imported ahead any more."""
+        for name in names:
+            self.packages[name].why = why
+            self.tell(f"{name} is imported by the workers again: {why}", False)
+        self.save()
+
+    def save(self) -> None:
+        """Keeps it for the next job."""
+        kept = {"packages": {name: asdict(each) for name, each in self.packages.items()}, "sources": self.sources}
+        fresh = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(kept, indent=1))
+            fresh.replace(self.path)
+        except OSError as error:
+            self.tell(f"what was learned is lost with this job ({error})", False)
+
+
+def _written(file: str) -> int:
+    """When a file was written, in ns; 0 if it is not there."""
+    try:
+        return os.stat(file).st_mtime_ns
+    except (OSError, ValueError):
+        return 0
+
+
+def _may_matter(file: str) -> bool:
+    """Whether a file that has changed may now have packages imported in another way."""
+    try:
+        return bool(_CHANGES.search(Path(file).read_text(errors="replace")))
+    except OSError:
+        return True
