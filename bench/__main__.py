@@ -18,6 +18,7 @@ from bench import (
     scale,
     size,
     span,
+    startup,
     steps,
     waste,
 )
@@ -33,6 +34,7 @@ TOPICS: dict[str, ModuleType] = {
     "waste": waste,
     "autotune": autotune,
     "compile": compile,
+    "startup": startup,
 }  # fmt: skip
 
 

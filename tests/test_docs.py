@@ -51,12 +51,19 @@ def train_step(batch):
 
 
 def test_the_code_in_the_readme_runs(home: Path) -> None:
-    saving, saying = python_blocks((ROOT / "README.md").read_text())
+    saving, starting, saying = python_blocks((ROOT / "README.md").read_text())
     given = "build = dict\nloader = range(50)\ntrain_step = lambda model, batch: None\n"
     subprocess.run([sys.executable, "-c", given + saying], check=True, timeout=60)
     assert list(home.rglob("*.hwj"))
     subprocess.run([sys.executable, "-c", TRAINING + saving], check=True, timeout=60, cwd=home)
     assert (home / "checkpoints").is_dir()
+    subprocess.run([sys.executable, "-c", "import headway\n" + starting], check=True, timeout=60)
+
+
+def test_the_stages_in_the_guide_run(home: Path) -> None:
+    stages = python_blocks((ROOT / "docs" / "start-fast.md").read_text())[0]
+    said = subprocess.run([sys.executable, "-c", stages], check=True, timeout=60, capture_output=True, text=True)
+    assert said.stdout == "torch.Size([4, 1])\n"
 
 
 def test_the_code_in_the_reference_runs(home: Path, tmp_path: Path) -> None:

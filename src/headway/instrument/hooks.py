@@ -335,7 +335,7 @@ def _optimizers(session: "Session", module: Any) -> None:
         if session.ignores_steps:
             return
         tracker = session.tracker
-        if tracker is not None and tracker.steps_done:
+        if tracker is not None and session.has_trained:
             tracker.stepped(optimizer)
             return
         tracker = session.trains()  # in a child that seemed to be a helper, too

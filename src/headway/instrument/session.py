@@ -34,6 +34,8 @@ class Session:
         self.datasets: Patch | None = None
         self.imports: Imports | None = None
         """Set where packages are to be imported ahead."""
+        self.has_trained = False
+        """Whether this process has made a step, whatever number that has: after a restore, not the first."""
         self.on_first_step: list[Callable[[], None]] = []
         self.on_leave: list[Callable[[], None]] = []
         self._open = threading.local()
@@ -112,7 +114,7 @@ class Session:
 
     def first_step_done(self) -> None:
         """Training has begun: what only watched the start-up goes, and the imports of the start are told."""
-        self.awaits_batch = False
+        self.awaits_batch, self.has_trained = False, True
         calls, self.on_first_step = self.on_first_step, []
         for call in calls:
             call()
