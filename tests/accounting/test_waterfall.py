@@ -252,6 +252,9 @@ def test_a_stage_that_computes_beside_another_without_saying_so_is_named() -> No
         {"begin_ns": 1, "stages": ["model"]},
         {"begin_ns": "x", "stages": []},
         {"begin_ns": 1, "stages": [{"name": "model", "begin_ns": "soon", "end_ns": 2}]},
+        {"begin_ns": 1, "stages": [{"name": "model", "begin_ns": 1, "end_ns": float("inf")}]},
+        {"begin_ns": 1, "stages": [{"name": "model", "begin_ns": 1, "end_ns": 2, "cpu_s": float("nan")}]},
+        {"begin_ns": 1, "stages": [{"name": "model", "begin_ns": 1, "end_ns": 2}] * 2},
         {"unwritable": "TypeError"},
     ],
 )

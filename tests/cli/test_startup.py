@@ -192,6 +192,14 @@ def test_a_command_that_fails_keeps_its_exit_code(home: Path, trainer: Path) -> 
     assert "cannot run no-such-command" in audit("--", "no-such-command", code=127).stderr
 
 
+def test_ranks_that_fail_before_their_first_step_are_told_and_keep_their_exit_code(home: Path, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n1 / 0")
+    done = audit("--", *TORCHRUN, script, code=1)
+    assert "2 of 2 ranks heard" in done.stdout
+    assert "the command is ended" not in done.stderr
+
+
 def test_a_command_that_does_not_end_is_killed(home: Path, trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_cli, "GRACE_S", 0.5)
     before = signal.getsignal(signal.SIGTERM)

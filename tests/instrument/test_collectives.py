@@ -34,7 +34,7 @@ def step():
     optimizer.step()
 
 def say(**told):
-    print(json.dumps(told))
+    sys.stdout.write(json.dumps(told) + "\\n")  # at once: the other rank writes, too
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -178,6 +178,20 @@ def test_what_cpp_sends_for_ddp_and_for_dtensors_is_seen(home: Path, tmp_path: P
 def test_a_program_that_never_steps_tells_at_its_end(home: Path, tmp_path: Path) -> None:
     told, _, _ = ranks(home, *TORCHRUN, write(tmp_path, "dist.barrier()\ndist.destroy_process_group()"))
     assert [count(mine, "barrier") for mine in told] == [(1, 1), (1, 1)]
+
+
+def test_a_program_that_sends_for_ever_and_never_steps_is_listened_to_for_a_while(home: Path, tmp_path: Path) -> None:
+    body = """
+    from headway.instrument import collectives
+    collectives.LISTENS_TO = 10
+    stock = type(dist.ProcessGroup.size)
+    for _ in range(30):
+        dist.barrier()
+    say(left=type(dist.ProcessGroup.barrier) is stock)
+    """
+    told, said, _ = ranks(home, *TORCHRUN, write(tmp_path, body))
+    assert [count(mine, "barrier") for mine in told] == [(10, 10), (10, 10)]
+    assert said == [{"left": True}] * 2
 
 
 def test_a_group_that_is_destroyed_goes(home: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from headway.events.journal import Follower
 from headway.events.vocabulary import LoopBegin, Mark, StepRun, Told
 
 SCRIPT = """
-import hashlib, json, multiprocessing, os, random, signal, sys
+import hashlib, json, multiprocessing, os, random, signal, sys, threading, time
 import numpy, torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from headway.instrument import early_loaders
 early_loaders.LOADERS = 1000
 
@@ -25,20 +25,46 @@ class Numbers(Dataset):
     def __len__(self):
         return 40
     def __getitem__(self, index):
+        time.sleep(0)
         drawn = torch.rand(()).item() + random.random() + numpy.random.rand()
         value = self.items[index] + self.array[index] + self.tensor[index].item()
         return torch.tensor([value * self.scale * FACTOR + TABLE["bias"], drawn], dtype=torch.float64)
+
+class Drawing(Numbers):
+    def __init__(self):
+        super().__init__()
+        self.generators = [random.Random(1), numpy.random.default_rng(1), torch.Generator().manual_seed(1)]
+    def __getitem__(self, index):
+        one, two, three = self.generators
+        drawn = one.random() + two.random() + torch.rand((), generator=three).item()
+        return torch.tensor([index, drawn], dtype=torch.float64)
+
+class Reading(Numbers):
+    def __init__(self):
+        self.file = open(__file__, "rb")
+    def __getitem__(self, index):
+        self.file.seek(index)
+        return torch.tensor([index, self.file.read(1)[0]])
 
 class Stream(IterableDataset):
     def __iter__(self):
         yield from range(8)
 
-def made(seed=7, **options):
+def made(seed=7, kind=Numbers, **options):
     options.setdefault("shuffle", "sampler" not in options)
-    return DataLoader(Numbers(), 4, num_workers=2, generator=torch.Generator().manual_seed(seed), **options)
+    return DataLoader(kind(), 4, num_workers=2, generator=torch.Generator().manual_seed(seed), **options)
 
 def distributed(**options):
     return made(sampler=DistributedSampler(range(40), 2, 0, **options))
+
+def otherwise():
+    return made(sampler=RandomSampler(range(40), generator=torch.Generator().manual_seed(1)))
+
+def in_a_thread():
+    loaders = []
+    thread = threading.Thread(target=lambda: loaders.append(made()))
+    thread.start(), thread.join()
+    return loaders[0]
 
 def seeds(worker):
     numpy.random.seed(torch.initial_seed() % 2**32)
@@ -68,10 +94,17 @@ CASES = {
     "global set": (made, set_global),
     "global changed": (made, lambda loader: TABLE.update(bias=5)),
     "environment set": (made, lambda loader: os.environ.update(X="y")),
+    "python draws": (lambda: made(kind=Drawing), lambda loader: loader.dataset.generators[0].random()),
+    "numpy draws": (lambda: made(kind=Drawing), lambda loader: loader.dataset.generators[1].random()),
+    "torch draws": (lambda: made(kind=Drawing), lambda loader: loader.dataset.generators[2].manual_seed(2)),
+    "another sharing": (made, lambda loader: torch.multiprocessing.set_sharing_strategy("file_system")),
     "worker killed": (made, end_a_worker),
     "no generator": (lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=2), None),
     "a stream": (lambda: DataLoader(Stream(), 4, num_workers=1, generator=torch.Generator()), None),
     "persistent": (lambda: made(persistent_workers=True), None),
+    "sampler's generator seeded": (otherwise, lambda loader: loader.sampler.generator.manual_seed(8)),
+    "an open file": (lambda: made(kind=Reading), None),
+    "made in a thread": (in_a_thread, None),
     "not forked": (lambda: made(multiprocessing_context="forkserver"), None),
 }
 
@@ -91,6 +124,16 @@ def main():
     if sys.argv[1:]:
         return globals()[sys.argv[1]]()
     print(json.dumps({name: outcome(*case) for name, case in CASES.items()}))
+
+def settles():
+    loader = made()
+    multiprocessing.set_start_method("spawn")  # which can be done once only
+    list(loader)
+    print(json.dumps(multiprocessing.get_start_method()))
+
+def ends():
+    loader = made()
+    print(json.dumps([child.pid for child in multiprocessing.active_children()]))
 
 def errs():
     class Bad(Numbers):
@@ -155,10 +198,14 @@ def test_batches_and_random_states_are_the_same_whether_workers_start_early_or_n
     begun = "its workers were started when it was made"
     changed, used = "its sampler or its dataset has changed since", "its generator was used since"
     assert [why for _, why in told(home, "early")] == [
-        *[begun] * 5, changed, used, used, *[changed] * 7, "one of its workers has died",
+        *[begun] * 5, changed, used, used, *[changed] * 11, "one of its workers has died",
         "it has no generator of its own, so what it draws depends on when it is asked",
         "its kind of loader, or of dataset, has a state of its own",
-        "its workers are persistent, or its memory is pinned", "its workers are not forked",
+        "its workers are persistent, or its memory is pinned",
+        "its sampler does not draw from the loader's generator",
+        "what it holds cannot be compared (TypeError: a file that is open)",
+        "it is made in a thread, and a fork beside others may hang",
+        "its workers are not forked",
     ]  # fmt: skip
 
 
@@ -166,6 +213,17 @@ def test_an_item_that_cannot_be_had_is_the_same_error(home: Path) -> None:
     early, stock = outcome_of(home, "early", "loader", "errs"), outcome_of(home, "stock", "", "errs")
     assert early == stock == "ValueError: item 0 is bad"
     assert told(home, "early") == [(True, "its workers were started when it was made")]
+
+
+def test_the_program_can_still_say_how_its_processes_start(home: Path) -> None:
+    assert outcome_of(home, "early", "loader", "settles") == "spawn"
+    assert told(home, "early") == [(False, "its sampler or its dataset has changed since")]
+
+
+def test_a_program_that_ends_without_asking_leaves_no_workers(home: Path) -> None:
+    pids = outcome_of(home, "early", "loader", "ends")
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_steps_are_counted_as_ever_and_workers_that_nobody_asked_for_end_with_the_first(home: Path) -> None:

@@ -76,7 +76,9 @@ def marks(home: Path, job: str, name: str = Told.FAST_START, who: str = "") -> l
 def learned(home: Path) -> dict[str, Any]:
     (path,) = (home / "prewarm").glob("train.py-*.json")
     found: dict[str, Any] = json.loads(path.read_text())["packages"]
-    return found
+    return {
+        name: package for name, package in found.items() if name == "torchrec" or package["file"].startswith(str(home))
+    }
 
 
 def test_packages_are_learned_and_the_next_job_imports_ahead_those_that_a_zygote_can_have(folder: Path) -> None:
@@ -142,6 +144,44 @@ def test_packages_that_may_read_what_the_program_sets_are_not_imported_ahead(fol
     assert code == 0, err
     assert learned(folder).keys() == {"slow"}
     assert "the program sets PAINT before it imports" in err
+
+
+def test_taking_a_variable_away_is_setting_it_and_nobody_listens_after_the_first_step(folder: Path) -> None:
+    first = "import slow\nlistened = os.putenv\ndel os.environ['HOME']"
+    last = "\nassert os.putenv is not listened and type(os.putenv) is type(os.getpid)"
+    (folder / "train.py").write_text(PROGRAM.format(first=first) + last)
+    code, _, err = run(["--fast-start", "--job", "takes", "train.py"], folder)
+    assert code == 0, err
+    assert learned(folder).keys() == {"slow"}
+    assert "the program sets HOME before it imports" in err
+
+
+def test_a_package_that_hangs_in_a_zygote_holds_up_one_start_for_a_while(folder: Path) -> None:
+    stuck = "import os, time\ntime.sleep(0.1 if 'RANK' in os.environ else 600)"
+    (folder / "lib" / "site-packages" / "choosy" / "__init__.py").write_text(stuck)
+    (folder / "train.py").write_text("import choosy, torch\nprint('worked')")
+    for job in ("first", "second"):
+        code, out, err = run(["--fast-start", "--job", job, "train.py"], folder)
+        assert code == 0, err
+        assert "worked" in out
+    assert learned(folder)["choosy"]["why"] == "a zygote got stuck in it"
+    assert "workers start fresh" not in err
+
+
+def test_a_package_that_imports_what_is_not_installed_is_left_to_the_workers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "plugin.py").write_text("")
+    (folder / "lib" / "site-packages" / "choosy" / "__init__.py").write_text("import time, plugin\ntime.sleep(0.1)")
+    (folder / "train.py").write_text("import choosy, slow, torch\nprint('worked')")
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}:{folder / 'elsewhere'}")
+    for job in ("first", "second"):
+        code, _, err = run(["--fast-start", "--job", job, "train.py"], folder)
+        assert code == 0, err
+    assert {name: package["why"] for name, package in learned(folder).items()} == {
+        "slow": "", "choosy": "it imports plugin, which is not installed and may change"
+    }  # fmt: skip
 
 
 def test_a_package_that_ends_the_zygote_is_not_imported_ahead_again(folder: Path) -> None:
@@ -271,7 +311,11 @@ def test_a_program_that_has_changed_counts_as_before_unless_it_may_set_something
 
 
 def test_a_file_that_makes_no_sense_is_as_good_as_none(prewarm: Prewarm, home: Path) -> None:
-    for text in ("", "[]", '{"packages": {"a": 1}, "sources": {}}', '{"packages": {}}'):
+    written = (home / "a.py").stat().st_mtime_ns
+    wrong = {"a": {"seconds": None, "file": str(home / "a.py"), "stamp": written}}
+    unspeakable = {"a\0b,c": {"seconds": 1.0, "file": str(home / "a.py"), "stamp": written}}
+    damaged = [json.dumps({"packages": packages, "sources": {}}) for packages in (wrong, unspeakable)]
+    for text in ("", "[]", '{"packages": {"a": 1}, "sources": {}}', '{"packages": {}}', *damaged):
         prewarm.path.write_text(text)
         assert Prewarm(home, "train.py").names() == []
 

@@ -356,6 +356,29 @@ def test_a_state_that_cannot_be_kept_twice_is_left_alone(monkeypatch: pytest.Mon
     assert (kept.keeps_all, kept.backward) == (False, True)
 
 
+class Centred(nn.Module):
+    """Takes its bias from the first batch."""
+
+    def __init__(self, is_replaced: bool) -> None:
+        super().__init__()
+        self.bias, self.is_ready, self.is_replaced = nn.Parameter(torch.zeros(3)), False, is_replaced
+
+    def forward(self, x: Any) -> Any:
+        if not self.is_ready:
+            mean = x.detach().mean(0)
+            self.bias.data = mean if self.is_replaced else self.bias.data.copy_(mean)
+            self.is_ready = True
+        return x - self.bias
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_a_model_takes_from_its_first_batch_it_takes_from_the_real_one(is_replaced: bool) -> None:
+    model = Centred(is_replaced)
+    unchanged.Unchanged([model]).compute(lambda: model(torch.ones(4, 3)).sum())
+    assert not model.is_ready
+    assert torch.equal(model(torch.full((4, 3), 2.0)), torch.zeros(4, 3))
+
+
 @pytest.mark.needs_package("fbgemm_gpu")
 def test_of_tables_that_cannot_be_kept_twice_only_the_forward_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType

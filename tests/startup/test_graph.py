@@ -1,6 +1,8 @@
 """Which stage comes when, and what is wrong with a graph, before anything runs."""
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +110,22 @@ def test_what_cannot_be_declared_is_refused_with_what_to_do(change: dict[str, An
 def test_a_function_that_takes_anything_is_asked_to_name_what() -> None:
     with pytest.raises(InputError, match=r"\*parts"):
         stage_of(lambda *parts: None, "all", "main", [], None, "")
+
+
+async def later() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (partial(print, "x"), "Give it one: name="),
+        (later, "call asyncio.run inside"),
+        (time.time, "call it in a function of yours"),
+    ],
+)
+def test_what_is_no_plain_function_is_refused_with_what_to_do(function: Callable[..., Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        stage_of(function, "", "io", [], None, "")
 
 
 def test_two_stages_of_one_name_are_refused() -> None:

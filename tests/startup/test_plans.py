@@ -16,6 +16,7 @@ from headway.errors import HeadwayError, InputError
 from headway.events.job import JobReader
 from headway.events.vocabulary import Mark, Told
 from headway.paths import JobPaths, jobs_in
+from headway.startup import plans
 from headway.startup.plans import sharding_plan
 
 pytestmark = [pytest.mark.needs_package("torchrec"), pytest.mark.filterwarnings("ignore")]
@@ -76,8 +77,13 @@ def test_a_stored_plan_is_the_plan_that_would_be_made(home: Path, asked: list[An
     assert str(first) == str(second)
 
 
-def test_a_planner_that_was_used_before_finds_it_too(home: Path, asked: list[Any]) -> None:
-    used = planner()
+@pytest.mark.parametrize("reserves", ["Heuristical", "Inference", "FixedPercentage", "FixedAbsolute"])
+def test_a_planner_that_was_used_before_finds_it_too(reserves: str, home: Path, asked: list[Any]) -> None:
+    from torchrec.distributed.planner import storage_reservations
+
+    much: dict[str, Any] = {"hbm_reserved_bytes": 9} if reserves == "FixedAbsolute" else {"percentage": 0.1}
+    kind = getattr(storage_reservations, f"{reserves}StorageReservation")
+    used = planner(storage_reservation=kind(**much))
     planned(home / "plans", used)
     planned(home / "plans", used)
     assert len(asked) == 1
@@ -317,10 +323,20 @@ def test_ranks_with_different_models_are_told_the_difference(tmp_path: Path) -> 
 def fail_to_plan(cache: str) -> str:
     from torchrec.distributed.planner.types import PlannerError
 
+    own, heard = plans._Group.hear, Path(f"{cache}-heard")
+
+    def hear_late(self: Any) -> Any:
+        time.sleep(0.5)
+        told = own(self)
+        heard.touch()
+        return told
+
+    plans._Group.hear = hear_late  # type: ignore[method-assign]
     impossible = planner(topology={"ddr_cap": 1, "hbm_cap": 1})
     with pytest.raises((HeadwayError, PlannerError)) as raised:
         sharding_plan(impossible, Model(), sharders(), cache=cache)
     assert isinstance(raised.value, HeadwayError) == (dist.get_rank() != 0)
+    assert heard.exists(), "the first rank, which may have the store, stays until then"
     return str(raised.value)
 
 

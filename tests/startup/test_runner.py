@@ -5,9 +5,11 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainers
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, random_split
 from trainers import fork
 
 import headway
@@ -24,6 +27,8 @@ from headway.cli.source import marks_of
 from headway.events.job import JobReader
 from headway.events.vocabulary import Told
 from headway.paths import JobPaths
+from headway.startup.children import Child
+from headway.startup.randomness import own_random
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,10 +71,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def failure(setup: headway.Startup) -> dict[str, Any]:
+def failure(setup: headway.Startup, first: Callable[[], object] = lambda: None) -> dict[str, Any]:
     """What a start-up fails with, and what is left of it."""
     began = time.monotonic()
     try:
+        first()
         setup.run()
     except BaseException as error:
         return {
@@ -150,6 +156,75 @@ def test_overlapped_stages_draw_bit_for_bit_what_they_draw_one_after_another(tmp
 def test_each_stage_draws_other_numbers(tmp_path: Path) -> None:
     drawn = outcome(drawing, tmp_path)
     assert len({*drawn["noise"], *drawn["far"], *drawn["model"], drawn["after"]}) == 20 + 3 + 20 + 1
+
+
+FILLING: dict[str, Callable[[], Any]] = {
+    "layer": lambda: nn.Linear(3, 3).weight,
+    "attention": lambda: nn.MultiheadAttention(4, 2).in_proj_weight,
+    "like": lambda: torch.rand_like(torch.ones(3)) + torch.randn_like(torch.ones(3)),
+    "integers like": lambda: torch.randint_like(torch.ones(3), 100),
+    "gamma": lambda: torch.distributions.Gamma(1.0, 1.0).sample(),
+    "binomial": lambda: torch.binomial(torch.full((3,), 50.0), torch.full((3,), 0.5)),
+    "split": lambda: list(random_split(range(50), [0.5, 0.5])[0]),
+}
+
+
+@pytest.mark.parametrize("kind", FILLING)
+def test_what_is_drawn_beside_a_stage_that_computes_comes_from_a_generator_of_its_own(kind: str) -> None:
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with own_random(7, False):
+            drawn.append(str(FILLING[kind]()))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert drawn[0] == drawn[1]
+
+
+def first_of_numpy() -> dict[str, Any]:
+    numpy.random.seed(os.getpid())
+    for name in [name for name in sys.modules if name.startswith("numpy.random")]:
+        del sys.modules[name]  # as in a program that has not asked for it yet: NumPy makes it at first use
+    vars(numpy).pop("random", None)
+    torch.manual_seed(1)
+    setup = headway.Startup()
+    setup.stage(name="drawn")(lambda: float(numpy.random.rand()))
+    return {"drawn": setup.run().drawn}
+
+
+def test_the_first_stage_that_asks_numpy_for_a_number_gets_its_own(tmp_path: Path) -> None:
+    assert outcome(first_of_numpy, tmp_path / "a") == outcome(first_of_numpy, tmp_path / "b")
+
+
+def threads_of_torch() -> list[int]:
+    torch.set_num_threads(3)
+    setup = headway.Startup()
+    setup.stage(name="away", lane="process")(torch_threads)
+    return [setup.run().away, torch.get_num_threads()]
+
+
+def torch_threads() -> int:
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize("serial", ["0", "1"])
+def test_a_stage_with_a_process_of_its_own_sums_in_one_thread_everywhere(serial: str, tmp_path: Path) -> None:
+    assert outcome(threads_of_torch, tmp_path, HEADWAY_SERIAL=serial) == [1, 3]
+
+
+def printing(path: str) -> None:
+    with open(path, "w") as sys.stdout:
+        print("before")
+        setup = headway.Startup()
+        setup.stage(name="away", lane="process")(lambda: print("inside"))
+        setup.run()
+        print("after")
+    sys.stdout = sys.__stdout__
+
+
+def test_what_a_process_prints_is_not_lost_and_nothing_is_printed_twice(tmp_path: Path) -> None:
+    outcome(printing, tmp_path, str(tmp_path / "printed"))
+    assert (tmp_path / "printed").read_text() == "before\ninside\nafter\n"
 
 
 def overlapping() -> dict[str, Any]:
@@ -343,6 +418,104 @@ def test_what_cannot_be_stopped_is_named(tmp_path: Path) -> None:
     assert "stage deaf" in found["notes"][0]
 
 
+def pause(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def failing_often() -> dict[str, Any]:
+    """Fails while the main thread and others are anywhere: about to end, about to begin."""
+    kinds = set()
+    for number in range(150):
+        pause_s = 0.0002 * (number % 8)
+        setup = headway.Startup(timeout_s=60)
+        setup.stage(name="short", lane="io")(lambda: time.sleep(0.0005))
+        setup.stage(name="broken", lane="comm")(lambda: 1 / 0)
+        setup.stage(name="broken_too", lane="io")(lambda: [][0])
+        setup.stage(name="main")(partial(pause, pause_s))
+        setup.stage(name="more", needs=["short"])(lambda: None)
+        found = failure(setup)
+        kinds.add((found["kind"], found["cause"], *found["threads"], *found["notes"]))
+    return {"kinds": sorted(kinds), "open": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+
+
+def test_stages_that_fail_at_any_moment_never_hang_and_leave_nothing(tmp_path: Path) -> None:
+    found = outcome(failing_often, tmp_path)
+    causes = {("StageError", "ZeroDivisionError"), ("StageError", "IndexError")}
+    assert {tuple(kind) for kind in found["kinds"]} <= causes
+    assert found["threads"] <= 3
+    assert found["open"] < 50
+
+
+class Unshowable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def unshowable(lane: str) -> dict[str, Any]:
+    setup = headway.Startup()
+
+    @setup.stage(lane=lane)
+    def broken() -> None:
+        raise Unshowable
+
+    return failure(setup)
+
+
+@pytest.mark.parametrize("lane", ["main", "io"])
+def test_an_error_that_cannot_be_shown_fails_its_stage_too(lane: str, tmp_path: Path) -> None:
+    assert "stage broken failed on rank 0: Unshowable" in outcome(unshowable, tmp_path, lane)["text"]
+
+
+def interrupted_twice() -> dict[str, Any]:
+    setup = headway.Startup()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    one, other = socket.socketpair()
+    setup.stage(name="deaf", lane="io")(lambda: one.recv(1))
+    setup.stage(name="away", lane="process", needs=["deaf"])(lambda: time.sleep(1000))
+
+    @setup.stage
+    def broken() -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        raise ValueError
+
+    found = failure(setup)
+    other.send(b"x")
+    return found
+
+
+def test_a_signal_while_stages_are_given_time_to_stop_leaves_no_process(tmp_path: Path) -> None:
+    found = outcome(interrupted_twice, tmp_path)
+    assert (found["kind"], found["children"]) == ("KeyboardInterrupt", [])
+
+
+def test_a_process_that_is_reaped_just_now_is_not_killed_and_neither_is_anything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reaped(Child):
+        reads = 0
+
+        @property
+        def pid(self) -> int:  # type: ignore[override]
+            Reaped.reads += 1
+            return 2**22 + 1 if Reaped.reads == 1 else 0
+
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    Reaped.__new__(Reaped).kill()
+    assert 0 not in killed  # which would be every process of this group
+
+
+def reaping_nothing() -> Any:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    setup = headway.Startup()
+    setup.stage(name="away", lane="process")(lambda: 3)
+    return setup.run().away
+
+
+def test_a_program_that_ignores_its_childrens_ends_can_have_them(tmp_path: Path) -> None:
+    assert outcome(reaping_nothing, tmp_path) == 3
+
+
 def dying_child() -> dict[str, Any]:
     setup = headway.Startup()
     setup.stage(name="away", lane="process")(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -368,10 +541,6 @@ def test_a_result_that_cannot_travel_is_told_to_use_another_lane(tmp_path: Path)
 
 def interrupted() -> dict[str, Any]:
     setup = headway.Startup()
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(3)
-
     signal.signal(signal.SIGTERM, leave)
 
     @setup.stage(lane="io")
@@ -395,6 +564,41 @@ def test_a_signal_amid_the_start_ends_all_stages_and_its_exception_goes_on(tmp_p
     found = outcome(interrupted, tmp_path)
     assert (found["kind"], found["text"]) == ("SystemExit", "3")
     assert (found["threads"], found["children"]) == ([], [])
+
+
+def interrupted_anywhere() -> dict[str, int]:
+    """A signal comes after every so many microseconds: amid forks, starts of threads, waits, stages."""
+    signal.signal(signal.SIGTERM, leave)
+    headway.Startup().run()
+    found: dict[str, int] = {}
+    for number in range(100):
+        setup = headway.Startup(timeout_s=60)
+        setup.stage(name="waits", lane="io")(lambda: time.sleep(0.002))
+        setup.stage(name="away", lane="process")(lambda: time.sleep(0.002))
+        setup.stage(name="main")(lambda: sum(range(20_000)))
+        setup.stage(name="late", needs=["waits"])(lambda: time.sleep(1000))
+        done = threading.Event()
+        sender = threading.Thread(target=send_until, args=(done, 0.0002 * number))
+        told = failure(setup, sender.start)
+        done.set()
+        sender.join()
+        key = f"{told['kind']} {told['threads']} {len(told['children'])}"
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+def leave(number: int, frame: Any) -> None:
+    raise SystemExit(3)
+
+
+def send_until(done: threading.Event, pause_s: float) -> None:
+    while not done.wait(pause_s):
+        os.kill(os.getpid(), signal.SIGTERM)
+        pause_s = 5.0  # Python drops what a handler raises inside of a finalizer: then once more
+
+
+def test_a_signal_at_any_moment_of_the_start_leaves_no_thread_and_no_process(tmp_path: Path) -> None:
+    assert outcome(interrupted_anywhere, tmp_path) == {"SystemExit [] 0": 100}
 
 
 def with_children(pids: str) -> None:
@@ -501,7 +705,26 @@ def failing_rank() -> dict[str, Any]:
         if dist.get_rank() == 1:
             raise ValueError("a bad table")
 
-    return failure(setup)
+    found = failure(setup)
+    dist.barrier()  # the store lives in the first rank
+    return found
+
+
+def alone_in_a_fake_group() -> Any:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    setup = headway.Startup()
+
+    @setup.stage(lane="comm")
+    def process_group_init() -> int:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        return dist.get_world_size()
+
+    return setup.run().process_group_init
+
+
+def test_a_dry_run_in_a_group_without_other_ranks_waits_for_none(tmp_path: Path) -> None:
+    assert outcome(alone_in_a_fake_group, tmp_path) == 8
 
 
 def test_the_error_names_the_rank_it_was_on(tmp_path: Path) -> None:

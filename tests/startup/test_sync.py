@@ -41,6 +41,7 @@ class Odd(nn.Module):
         self.register_buffer("bytes", some(3).to(torch.int8))
         self.register_buffer("eighth", some(5).to(torch.float8_e4m3fn))
         self.register_buffer("waves", torch.complex(some(4), some(4)), persistent=False)
+        self.register_buffer("expanded", some(1, 3).expand(4, 3))
         self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("strange", torch.tensor([math.nan, -0.0, math.inf, float(seed)]))
         with torch.no_grad():
@@ -71,7 +72,10 @@ def broadcast() -> dict[str, Any]:
         for tensor in sync.tensors(one_by_one).values():
             whole = sync._bytes(tensor)
             dist.broadcast(whole, last)
-            tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
+            received = whole.view(tensor.dtype).view(tensor.shape)
+            (tensor[0] if tensor is one_by_one.expanded else tensor).copy_(
+                received[0] if tensor is one_by_one.expanded else received
+            )
     strides = ours.turned.stride()
     _, count = sent(lambda: broadcast_parameters(ours, last))
     sync.BUCKET_BYTES, sync.ALONE_BYTES = 64, 100
@@ -222,6 +226,20 @@ def test_ddp_sends_nothing_if_the_parameters_are_the_same_and_trains_as_ever(tmp
         assert found["asked"] == found["stock"]
         assert found["losses"]
         assert found["unlike losses"]
+
+
+def frozen() -> str:
+    part = model(0)
+    part[0].requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(RuntimeError) as raised:
+        data_parallel(part)
+    return str(raised.value)
+
+
+def test_ranks_that_train_different_parameters_are_told_so_as_by_ddp(tmp_path: Path) -> None:
+    for text in on_ranks(2, "test_sync:frozen", tmp_path):
+        assert "DDP expects same model across all ranks" in text
+    assert "tensor 0 is 0.weight (5, 6) float32 or 0.weight (frozen) (5, 6) float32" in (tmp_path / "said").read_text()
 
 
 # --- without other ranks ---------------------------------------------------------------------------------------------

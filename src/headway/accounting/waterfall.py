@@ -86,9 +86,11 @@ def startup_of(attrs: Mapping[str, Any]) -> Startup | None:
         declared = tuple(_declared(stage) for stage in stages)
         until_ns = max((int(stage.get(key) or 0) for stage in stages for key in ("begin_ns", "end_ns")), default=0)
         times = [at for stage in stages for at in _times(stage, begin_ns, until_ns)]
-        cpu_s = tuple(round(float(stage.get("cpu_s") or 0.0), 3) for stage in stages)
+        cpu_s = tuple(round(1000 * float(stage.get("cpu_s") or 0.0)) / 1000 for stage in stages)
         failed = tuple(at for at, stage in enumerate(stages) if stage.get("failed") and times[2 * at] >= 0)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+    if len({stage.name for stage in declared}) < len(declared):
         return None
     return Startup(_shared(declared), bool(attrs.get("serial")), begin_ns, tuple(times), cpu_s, failed)
 

@@ -138,8 +138,9 @@ class Heard:
         """Whether all ranks have made their first step, and told what they sent before."""
         ranks = self._ranks()
         world = max((each.process.world_size for each in ranks.values() if each.process), default=0)
-        # One that sent nothing has nothing to tell, which shows once it has made one more step.
-        return 0 < world == len(ranks) and all(each.marks or each.steps > 1 for each in ranks.values())
+        # One that sent nothing has nothing to tell, which shows once it has made one more step; one that ends without
+        # a step tells, too.
+        return 0 < world == len(ranks) and all(each.steps > (0 if each.marks else 1) for each in ranks.values())
 
     def kill(self) -> None:
         """Ends the processes that live here: a launcher that was killed may have left them."""

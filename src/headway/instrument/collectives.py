@@ -30,6 +30,8 @@ LIBRARIES = frozenset(
 )
 """Packages whose lines are nobody's own: a call site is the first line outside of them."""
 
+LISTENS_TO = 100_000
+"""So many operations are no start-up any more: a program that never steps is listened to no longer."""
 RANKS_KEPT = 64
 """Of a larger group, the first ranks and the last are told."""
 
@@ -75,6 +77,7 @@ class Collectives:
         self._groups: dict[str, weakref.ref[Any]] = {}
         """Not held: a group that is destroyed has to go."""
         self._patches: list[Patch] = []
+        self._count = 0
 
     # --- listening ---
 
@@ -137,6 +140,9 @@ class Collectives:
             if len(self._works) > 4096:  # works that nobody waits for
                 self._works.clear()
             self._works[id(result)] = sent
+        self._count += count
+        if self._count >= LISTENS_TO:
+            self.tell()
 
     def _has_had_sent(self, name: str, token: tuple[Any, ...], result: Any, error: BaseException | None) -> None:
         group, args, before, began_ns = token

@@ -5,11 +5,17 @@ comes from a generator of the loader's own, whose state is put back meanwhile, a
 changed since. In every other case the script gets what torch would have made, and the journal tells why.
 """
 
+import io
 import os
+import pickle
+import random
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -31,8 +37,12 @@ ENDS = 32
 """Of a longer list, so many items at each end are looked into; of the others it is seen which they are."""
 SAMPLED = 4096
 """So many numbers of an array are compared."""
+LONGEST = 500_000
+"""Longer lists are not compared, and their loader is not started early: it would take too long."""
 
 _DATA = "torch.utils.data"
+_NUMPYS = ("Generator", "RandomState")
+"""NumPy's sources of random numbers."""
 _PYTHONS = ("builtins", "functools")
 _PARTS = ("__func__", "__self__", "fget", "func", "args", "keywords")
 """What methods, properties and partial functions are made of."""
@@ -87,7 +97,8 @@ class EarlyLoaders:
         generator = loader.generator
         early = _Early(loader, generator.get_state())
         try:
-            early.iterator = self._make(loader)
+            with _start_method_left_open():
+                early.iterator = self._make(loader)
         finally:
             early.drawn = generator.get_state()
             generator.set_state(early.state)
@@ -106,16 +117,17 @@ class EarlyLoaders:
             return "its kind of loader, or of dataset, has a state of its own"
         if loader.generator is None:
             return "it has no generator of its own, so what it draws depends on when it is asked"
-        if type(sampler) is data.RandomSampler and sampler.generator is None:
-            return "its sampler has no generator of its own"
+        if type(sampler) is data.RandomSampler and sampler.generator is not loader.generator:
+            return "its sampler does not draw from the loader's generator"
         if type(sampler) not in (data.SequentialSampler, data.RandomSampler, data.distributed.DistributedSampler):
             return "its sampler is not one of torch's"
         if type(loader.batch_sampler) not in (data.BatchSampler, type(None)):
             return "its batches are sampled in a way of their own"
         if loader.persistent_workers or loader.pin_memory:
             return "its workers are persistent, or its memory is pinned"
-        context = loader.multiprocessing_context or sys.modules["multiprocessing"]
-        if context.get_start_method() != "fork":
+        if threading.current_thread() is not threading.main_thread():
+            return "it is made in a thread, and a fork beside others may hang"
+        if _start_method(loader) != "fork":
             return "its workers are not forked"
         if self._tried >= LOADERS:
             return "another one was before it"
@@ -170,6 +182,25 @@ class EarlyLoaders:
             self._session.recorder.mark(Told.FAST_START, item="loader", on=on, why=why)
 
 
+def _start_method(loader: Any) -> str:
+    """How a loader's workers would start, without settling it for the program, which may do so once only."""
+    given = loader.multiprocessing_context
+    context = given or sys.modules["multiprocessing.context"]._default_context
+    method = context.get_start_method(allow_none=True)
+    return str(method or context._default_context.get_start_method())
+
+
+@contextmanager
+def _start_method_left_open() -> Iterator[None]:
+    """What is started in here does not settle how the program's processes start."""
+    default = sys.modules["multiprocessing.context"]._default_context
+    settled = default._actual_context
+    try:
+        yield
+    finally:
+        default._actual_context = settled
+
+
 class _Early:
     """One iterator, and how everything was before it was made."""
 
@@ -194,7 +225,9 @@ class _Seen:
         groups = torch.distributed.is_available() and torch.distributed.is_initialized()
         # Torch sets variables of its own when its first optimizer is made.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
-        self.parts: list[Any] = [os.getcwd(), environ, torch.get_default_dtype(), groups]
+        self.parts: list[Any] = [os.getcwd(), environ, groups, _start_method(loader)]
+        self.parts += (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+        self.parts.append(torch.multiprocessing.get_sharing_strategy())
         self.is_whole = True
         self._known: dict[int, Any] = {}
         self._look(vars(loader))
@@ -214,10 +247,20 @@ class _Seen:
             self.parts += (thing._version, thing.data_ptr())
         elif hasattr(kind, "__array_interface__") and kind.__name__ != "memmap":
             self.parts.append(crc32(thing.flat[:: max(1, thing.size // SAMPLED)].tobytes()))
-        elif issubclass(kind, dict):
-            self._look_at_all([*dict.keys(thing), *dict.values(thing)])
-        elif issubclass(kind, list | tuple | set | frozenset):
-            self._look_at_all(list(thing))
+        elif kind.__name__ == "Generator" and kind.__module__ == "torch._C":
+            self.parts.append(crc32(thing.get_state().numpy()))
+        elif issubclass(kind, random.Random) or kind.__name__ in _NUMPYS:
+            self.parts.append(crc32(pickle.dumps(thing)))  # nothing else tells all that they hold
+        elif issubclass(kind, bytearray | array):
+            self.parts.append(crc32(thing))
+        elif issubclass(kind, io.IOBase):
+            if not thing.closed and thing.readable():  # workers move its position, which is everyone's
+                raise TypeError("a file that is open")
+        elif issubclass(kind, dict | list | tuple | set | frozenset | deque):
+            if len(thing) > LONGEST:
+                self.is_whole = False
+            else:
+                self._look_at_all([*thing, *dict.values(thing)] if issubclass(kind, dict) else [*thing])
         elif issubclass(kind, FunctionType):
             self._look_at_code(thing)
         elif issubclass(kind, type):
@@ -245,7 +288,7 @@ class _Seen:
             found = space.get(name, _Seen)
             self.parts.append(name)
             self._look(found)
-            if isinstance(found, ModuleType) and is_own(found.__file__ or ""):
+            if isinstance(found, ModuleType) and is_own(getattr(found, "__file__", None) or ""):
                 self._look_at_all([vars(found)[each] for each in sorted(names & vars(found).keys())])
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # it is empty yet

@@ -39,17 +39,15 @@ class Imports:
         self._before: frozenset[str] = frozenset()
         """What was imported before it first did."""
         self._told = False
-        for name, expected in (("putenv", 2), ("unsetenv", 1)):
+        for name in ("putenv", "unsetenv"):
             if patch := session.patch(os, name):
-                patch.put(around(patch, self._changes if expected == 2 else self._removes, _nothing))
+                patch.put(around(patch, self._changes, _nothing))
+                session.on_first_step.append(patch.undo)
 
-    def _changes(self, name: Any, value: Any) -> None:
+    def _changes(self, name: Any, value: Any = None) -> None:
         if self._session.recorder is not None and not self._sets and _is_programs_doing(sys._getframe(2)):
             self._sets = os.fsdecode(name)
             self._before = frozenset(self._session.watch.took_ns)
-
-    def _removes(self, name: Any) -> None:
-        self._changes(name, None)
 
     def tell(self) -> None:
         """Tells which packages these are, and of which files the program is."""
@@ -79,7 +77,7 @@ def _is_programs_doing(frame: Any) -> bool:
     """Whether the program has this done, and not a package while it is imported."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_own(file) or "importlib._bootstrap" in file:
+        if is_own(file) or file.startswith("<frozen importlib"):
             return is_own(file)
         frame = frame.f_back
     return False

@@ -178,7 +178,8 @@ class Zygote:
     dropped: dict[str, str] = field(default_factory=dict)
     """What it was to import ahead, and could not."""
     importing: str = ""
-    """What it began to import ahead last."""
+    """What it began to import ahead last, and when that was heard."""
+    since: float = 0.0
 
     def hear(self) -> None:
         """Takes what it says of itself."""
@@ -187,7 +188,8 @@ class Zygote:
         messages, is_open = self.control.arrived()
         for message in messages:
             self.dropped |= message.get("dropped", {})
-            self.importing = message.get("importing", "" if "dropped" in message else self.importing)
+            if "importing" in message or "dropped" in message:
+                self.importing, self.since = message.get("importing", ""), time.monotonic()
             if "unfit" in message:
                 self.heard, self.unfit, self.failed = True, message["unfit"], message["failed"]
                 self.modules = message["modules"]
@@ -293,7 +295,7 @@ class Crew:
 
     def _await_imports(self) -> None:
         zygote = self._zygote
-        while not zygote.heard and not zygote.dead and (left := zygote.until - time.monotonic()) > 0:
+        while not zygote.heard and not zygote.dead and (left := self._until(zygote) - time.monotonic()) > 0:
             _wait([zygote.control.fileno()], left)
             zygote.hear()
         self._take_dropped(zygote)
@@ -302,6 +304,8 @@ class Crew:
         zygote.failed = {}
         if not zygote.heard and zygote.importing:
             self._blame(zygote)
+            if not zygote.dead:
+                self._prewarm = None  # one such wait is enough for a start
             self._replace_zygote(zygote.environ)
             self._await_imports()
         elif not zygote.heard:
@@ -309,6 +313,12 @@ class Crew:
             self._given_up = "the zygote died of an import" if zygote.dead else slow
             self._preload = []  # one that imports nothing still ends what is left when the supervisor is gone
             self._replace_zygote(zygote.environ)
+
+    def _until(self, zygote: Zygote) -> float:
+        """How long a start waits for what a zygote is at: for what nobody asked it to import, not so long."""
+        if self._prewarm is None or not zygote.importing:
+            return zygote.until
+        return min(zygote.until, zygote.since + self._prewarm.patience_s(zygote.importing))
 
     def _start_one(self, assignment: Assignment, fds: list[int], warm: bool) -> Worker:
         for _ in range(TRIES if warm else 0):
@@ -394,11 +404,11 @@ class Crew:
             self._next = None
 
     def _blame(self, zygote: Zygote) -> None:
-        """What was being imported ahead when a zygote died is not, from now on; if it is only slow, not in this job."""
-        if zygote.dead and zygote.importing and self._prewarm is not None:
-            self._prewarm.drop([zygote.importing], "a zygote died of it")
+        """What was being imported ahead when a zygote died, or was given up, is not, from now on."""
+        if zygote.importing and not zygote.heard and self._prewarm is not None:
+            self._prewarm.drop([zygote.importing], "a zygote died of it" if zygote.dead else "a zygote got stuck in it")
         else:
-            self.note(f"nothing more is imported ahead: {zygote.importing} took too long, or the zygote is unfit.")
+            self.note(f"nothing more is imported ahead: {zygote.unfit or 'the zygote took too long'}.")
             self._prewarm = None
 
     def _take_dropped(self, zygote: Zygote) -> None:

@@ -57,7 +57,9 @@ class Prewarm:
     def _load(self, kept: dict[str, Any]) -> None:
         if any(_written(file) != stamp and _may_matter(file) for file, stamp in kept["sources"].items()):
             return
-        found = {name: Package(**fields) for name, fields in kept["packages"].items()}
+        found = {name: Package(**fields) for name, fields in kept["packages"].items() if _can_be_named(name)}
+        if any(not isinstance(each.seconds, int | float) for each in found.values()):
+            return
         self.packages = {name: each for name, each in found.items() if _written(each.file) == each.stamp}
         self.sources = kept["sources"]
 
@@ -82,6 +84,10 @@ class Prewarm:
         self.save()
         return bool(new)
 
+    def patience_s(self, name: str) -> float:
+        """How long a start may be kept waiting for this one: longer than it takes on a machine that is busy."""
+        return 10.0 + 5.0 * self.packages[name].seconds
+
     def drop(self, names: Sequence[str], why: str) -> None:
         """These are not imported ahead any more."""
         for name in names:
@@ -99,6 +105,11 @@ class Prewarm:
             fresh.replace(self.path)
         except OSError as error:
             self.tell(f"what was learned is lost with this job ({error})", False)
+
+
+def _can_be_named(name: str) -> bool:
+    """Whether a zygote can be told this name of a module."""
+    return all(part.isidentifier() for part in name.split("."))
 
 
 def _written(file: str) -> int:

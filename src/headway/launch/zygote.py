@@ -22,6 +22,9 @@ from headway.launch.worker import Hooks, folder_modules, turn_deaf, work
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.optim", "torch.utils.data")
 """What every trainer imports; building its first optimizer imports `torch._dynamo`, which takes as long as torch."""
 
+_INSTALLED = ("site-packages", "dist-packages")
+_PYTHONS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 AHEAD = "?"
 """Stands before a module that nobody asked for: if it cannot be had here, it is as if it had not been named."""
 
@@ -101,7 +104,8 @@ def _import_ahead(names: Sequence[str], folder: str, control: Channel) -> dict[s
     """Imports installed packages until one does what would not happen, or could be seen, in a fresh worker. Returns
     that one, and why."""
     own, given = folder_modules(folder), dict(os.environ)
-    hidden = own & sys.modules.keys()
+    before = set(sys.modules)
+    hidden = own & before
     for name in names:
         control.send({"importing": name})  # it may be the last word
         try:
@@ -110,6 +114,8 @@ def _import_ahead(names: Sequence[str], folder: str, control: Channel) -> dict[s
             return {name: f"{type(error).__name__}: {error}"}
         if shadows := sorted((own & sys.modules.keys()) - hidden):
             return {name: f"the program has a module of its own called {shadows[0]}"}
+        if own_ones := sorted(each for each in sys.modules.keys() - before if not _is_installed(each)):
+            return {name: f"it imports {own_ones[0]}, which is not installed and may change"}
         if unfit := _unfit():
             return {name: unfit}
     worker.imports_set.update(_changes(given, os.environ))
@@ -148,6 +154,12 @@ def _children_lack_cuda() -> bool:
     if not child:
         os._exit(getattr(sys.modules["torch"].cuda, "_is_in_bad_fork", bool)())
     return os.waitpid(child, 0)[1] != 0
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a module is a package's or Python's, as far as its file tells."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not os.path.isabs(file) or file.startswith(_PYTHONS) or any(f"/{each}/" in file for each in _INSTALLED)
 
 
 def _top_level() -> dict[str, str]:

@@ -4,8 +4,11 @@ import ctypes
 import os
 import pickle
 import signal
+import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
@@ -23,6 +26,7 @@ class Child:
     def __init__(self, call: Callable[[Mapping[str, Any]], Any]) -> None:
         self._line, theirs = Pipe()
         parent = os.getpid()
+        _flush()  # else the copy would print what waits to be printed here once more
         self.pid = os.fork()
         if not self.pid:
             self._line.close()
@@ -46,8 +50,9 @@ class Child:
 
     def kill(self) -> None:
         """Ends the process, if it has not ended."""
-        if self.pid:  # not reaped yet, so the number is still its own
-            os.kill(self.pid, signal.SIGKILL)
+        if pid := self.pid:  # read once: another thread may reap it now, and 0 would be this whole process group
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the process, and leaves nothing of it."""
@@ -57,7 +62,29 @@ class Child:
 
     def _reap(self) -> int:
         pid, self.pid = self.pid, 0
-        return os.waitpid(pid, 0)[1] if pid else 0
+        with suppress(ChildProcessError):  # this process has children reaped elsewhere, or ignores SIGCHLD
+            return os.waitpid(pid, 0)[1] if pid else 0
+        return 0
+
+
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Has the handlers of signals wait for the end of this block: one that raises as a process or thread is started
+    would lose it. They run in the main thread, so only there is anything to do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    found = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    try:
+        for number in found:
+            signal.signal(number, lambda each, _: came.append(each))
+        yield
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
 
 
 def _ending(status: int) -> str:
@@ -73,12 +100,20 @@ def _serve(call: Callable[[Mapping[str, Any]], Any], line: Connection, parent: i
         if os.getppid() == parent:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it reaches both, and the parent sees to it
-            line.send_bytes(_outcome(call, line))
+            outcome = _outcome(call, line)
+            _flush()
+            line.send_bytes(outcome)
             code = 0
     except (EOFError, OSError):  # it is not needed any more
         pass
     finally:
         os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # none, or closed
+            stream.flush()
 
 
 def _outcome(call: Callable[[Mapping[str, Any]], Any], line: Connection) -> bytes:

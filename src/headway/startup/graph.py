@@ -42,7 +42,7 @@ def stage_of(
     function: Callable[..., Any], name: str, lane: str, needs: Sequence[str], computes: bool | None, activity: str
 ) -> Stage:
     """The stage that a function is declared as; InputError for a lane, a name or an argument that cannot be."""
-    name = name or function.__name__
+    name = name or getattr(function, "__name__", "<no name>")
     if not name.isidentifier():
         raise InputError(f"a stage cannot be called {name!r}: its name is how others ask for it. Give it one: name=.")
     if lane not in LANES:
@@ -51,6 +51,8 @@ def stage_of(
         raise InputError(f"stage {name}: its time cannot count as {activity!r}, {nearest(activity, STAGES)}")
     if isinstance(needs, str):
         raise InputError(f"stage {name}: needs is a list of names, as in needs=[{needs!r}].")
+    if inspect.iscoroutinefunction(function):
+        raise InputError(f"stage {name} is an async function, and nothing would await it: call asyncio.run inside.")
     arguments = _arguments(function, name)
     return Stage(
         name=name, function=function, lane=lane, needs=tuple(dict.fromkeys((*arguments, *needs))), arguments=arguments,
@@ -62,7 +64,11 @@ def stage_of(
 def _arguments(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     """The stages a function asks for by its arguments: those without a default."""
     found = []
-    for parameter in inspect.signature(function).parameters.values():
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # written in C
+        raise InputError(f"stage {name} does not say what it takes: call it in a function of yours.") from None
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise InputError(f"stage {name} takes {parameter}: name each stage whose result it needs instead.")
         if parameter.default is parameter.empty:

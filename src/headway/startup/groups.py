@@ -14,8 +14,9 @@ import inspect
 import os
 import sys
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -63,7 +64,8 @@ class Wanted:
 class _Made:
     """What was made below one default group; the next one begins anew, as torch's own numbering does."""
 
-    world: Any = None
+    world: Callable[[], Any] = lambda: None
+    """Weak, as all else would keep the threads and sockets of a default group that was destroyed."""
     times: Counter[str] = field(default_factory=Counter)
     together: dict[Wanted, Any] = field(default_factory=dict)
     """Groups that all ranks had to make together, on ranks outside as well."""
@@ -85,8 +87,8 @@ def process_group(
     world = _default_group()
     wanted = Wanted(_checked(ranks), _config(backend), timeout)
     with _lock:
-        if _made.world is not world:
-            _made = _Made(world)
+        if _made.world() is not world:
+            _made = _Made(weakref.ref(world))
         if (c10d := _internals(world)) is None:
             return _made_together(world, wanted, backend)
         if dist.get_rank() not in wanted.ranks:
@@ -208,7 +210,7 @@ def _made_by_members(c10d: Any, wanted: Wanted, backend: str | None) -> Any:
     """A new group, of which ranks outside know nothing. What `new_group` does, under another name."""
     number, size = _made.times[wanted.name], len(wanted.ranks)
     _made.times[wanted.name] += 1  # after a destroy, what the store still holds of the old one is not read
-    default_backend, store = c10d._world.pg_map[_made.world]
+    default_backend, store = c10d._world.pg_map[dist.group.WORLD]
     chosen = dist.Backend(backend or default_backend)
     with _lazily():
         group, _ = c10d._new_process_group_helper(

@@ -55,7 +55,9 @@ _LEFT_OUT = {
     "EmbeddingEnumerator":
         "_sharder_map _sharder_data_map _last_stored_search_space _last_stored_module _last_stored_sharders",
     "HeuristicalStorageReservation": "_dense_storage _kjt_storage _last_reserved_topology",
+    "InferenceStorageReservation": "_dense_storage _kjt_storage _last_reserved_topology",
     "FixedPercentageStorageReservation": "_kjt_storage _last_reserved_topology",
+    "FixedAbsoluteStorageReservation": "_kjt_storage _last_reserved_topology",
     "GreedyProposer": "_sharding_options_by_fqn _current_proposal",
     "UniformProposer": "_grouped_sharding_options _proposal_index",
     "GridSearchProposer": "_sharding_options_by_fqn _proposal_index _proposals",
@@ -113,6 +115,7 @@ def _found(
             plan, outcome = _Cache(planner, module, sharders, model, cache).plan()
         except Exception as error:
             ranks.tell({"error": f"{type(error).__name__}: {error}"})
+            ranks.part()
             raise
         try:
             ranks.tell({"plan": _encoded(plan), "outcome": outcome})
@@ -122,6 +125,7 @@ def _found(
         return plan, outcome
     told = ranks.hear()
     if "error" in told:
+        ranks.part()
         raise HeadwayError(f"there is no sharding plan, since rank 0 could not make one: {told['error']}")
     return (_decoded(told["plan"]) if "plan" in told else ranks.broadcast(None)), told["outcome"]
 
@@ -411,6 +415,11 @@ class _Group(Ranks):
 
     def hear(self) -> dict[str, Any]:
         return _unpacked(self._awaited(f"headway/{self.name}/told", lambda: None))
+
+    def part(self) -> None:
+        """Waits until all have heard of an error: the store may live in the first rank, which may end of it."""
+        if self.size > 1:
+            self._linger(f"headway/{self.name}/heard")
 
     def broadcast(self, plan: Any) -> Any:
         """For a plan that only pickle can take along, as TorchRec's own planner does."""

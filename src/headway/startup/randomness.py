@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 _DRAWING = frozenset(
     (
-        "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal",
-        "normal_", "poisson", "rand", "randint", "randn", "random_", "randperm", "uniform_",
+        "_sample_dirichlet", "_standard_gamma", "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_",
+        "geometric_", "kaiming_uniform_", "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand",
+        "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
     )
 )  # fmt: skip
 """What draws from a generator, and takes another one."""
@@ -51,7 +52,7 @@ def own_random(seed: int, computes: bool) -> Iterator[None]:
 def states() -> dict[str, Any]:
     """Of every generator that there is by now."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if numpy_random := sys.modules.get("numpy.random"):
+    if numpy_random := _numpy_random():
         found["numpy"] = numpy_random.get_state()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = torch.cuda.get_rng_state_all()
@@ -61,8 +62,13 @@ def states() -> dict[str, Any]:
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
-    if numpy_random := sys.modules.get("numpy.random"):
+    if numpy_random := _numpy_random():
         numpy_random.seed(seed & 0xFFFFFFFF)
+
+
+def _numpy_random() -> Any:
+    """NumPy's generator, if there is NumPy: it makes this one when first asked, which may be inside of a stage."""
+    return getattr(sys.modules.get("numpy"), "random", None)
 
 
 def put_back(found: dict[str, Any]) -> None:
@@ -70,7 +76,7 @@ def put_back(found: dict[str, Any]) -> None:
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
     if "numpy" in found:
-        sys.modules["numpy.random"].set_state(found["numpy"])
+        _numpy_random().set_state(found["numpy"])
     if "cuda" in found:
         torch.cuda.set_rng_state_all(found["cuda"])
 
@@ -94,10 +100,12 @@ class _Own(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _DRAWING and kwargs.get("generator") is None and os.getpid() == self._pid:
+        is_shared = kwargs.get("generator") in (None, torch.default_generator)  # which `random_split` names
+        if getattr(func, "__name__", "") in _DRAWING and is_shared and os.getpid() == self._pid:
             with_own = {**kwargs, "generator": self._generator}
             if _is_on_cpu(args, kwargs):
-                return func(*args, **with_own)
+                with suppress(TypeError):  # `rand_like` of an older torch takes none
+                    return func(*args, **with_own)
         return func(*args, **kwargs)
 
 

@@ -30,15 +30,18 @@ class Ranks:
 
     @classmethod
     def met(cls) -> "Ranks | None":
-        """Those that have met; None if there is no process group, or this torch does not show its store."""
+        """Those that have met; None if there is no process group, or one without other ranks behind it, or this
+        torch does not show its store."""
         dist = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized():
+        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
             return None
         find = getattr(sys.modules["torch.distributed.distributed_c10d"], "_get_default_store", None)
         if find is None:
             return None
         store = find()
-        return cls(dist.get_rank(), dist.get_world_size(), store.clone() if hasattr(store, "clone") else store)
+        with suppress(AttributeError, RuntimeError):  # an older torch's, or one of the user's own
+            store = store.clone()
+        return cls(dist.get_rank(), dist.get_world_size(), store)
 
     def compare(self, name: str, word: str, waiting: Callable[[], object] = lambda: None) -> Difference | None:
         """Whether all ranks say the same word: None if they do. Comes back when all have said it, or one has said

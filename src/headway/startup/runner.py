@@ -8,12 +8,13 @@ how long each takes alone.
 import ctypes
 import itertools
 import os
+import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar, overload
@@ -23,7 +24,7 @@ import torch
 from headway.errors import HeadwayError, InputError
 from headway.events.vocabulary import Told
 from headway.run import Run, current
-from headway.startup.children import Child
+from headway.startup.children import Child, signals_later
 from headway.startup.graph import Graph, Stage, stage_of
 from headway.startup.randomness import own_random, seed_of
 from headway.startup.ranks import Difference, Ranks
@@ -133,10 +134,13 @@ class _Timing:
     end_ns: int = 0
     cpu_s: float = 0.0
     failed: bool = False
+    stoppable: bool = False
+    """Whether something may be raised in its thread: it is in the stage's function."""
 
 
 class _Execution:
-    """One run of a graph. All that threads share is changed under one lock, and every change is announced."""
+    """One run of a graph. All that threads share is changed under one lock, and every change is announced. Both
+    are C's own: a thread in which something is raised as it enters a `threading.Condition` would keep that locked."""
 
     def __init__(self, graph: Graph, order: Sequence[Stage], seed: int, run: Run) -> None:
         self._graph, self._order, self._seed, self._run = graph, order, seed, run
@@ -149,19 +153,17 @@ class _Execution:
         self._running: set[str] = set()
         self._threads: list[threading.Thread] = []
         self._children: dict[str, Child] = {}
-        self._changed = threading.Condition()
+        self._lock, self._news, self._watched = threading.RLock(), queue.SimpleQueue[None](), queue.SimpleQueue[None]()
         self._error: BaseException | None = None
         self._agreeing, self._has_agreed = threading.Lock(), False
         self._device: int | None = None
-        self._main_stops = False
-        """Whether something was raised in the main thread that has not arrived there."""
         self._now_ns = run.recorder.now_ns
 
     def serial(self) -> None:
         """One after another, here."""
         self._agree()
         for stage in self._order:
-            with self._changed:
+            with self._lock:
                 self._begins(stage)
             self._do(stage)
             self._raise_error()
@@ -171,15 +173,17 @@ class _Execution:
         self._is_serial = False
         self._agree()
         try:
-            self._children = {s.name: Child(_alone(self._call(s))) for s in self._order if s.lane == "process"}
+            with signals_later():
+                for stage in self._order:
+                    if stage.lane == "process":
+                        self._children[stage.name] = Child(self._call(stage))
             if timeout_s is not None:
                 self._start("the watch over stages", self._watch, timeout_s)
-            while (stage := self._next_for_main()) is not None:
-                self._do(stage)
+            while (mine := self._next_for_main()) is not None:
+                self._do(mine)
         except _Cancelled:  # the error that led to this is raised below
-            self._main_stops = False
+            pass
         except BaseException as error:  # a signal's handler has raised, or the signal is from `_stop`
-            self._main_stops = self._main_stops and not isinstance(error, KeyboardInterrupt)
             self._cancel(error)
         finally:
             self._end()
@@ -193,15 +197,20 @@ class _Execution:
 
     def _next_for_main(self) -> Stage | None:
         """Waits for the next stage of the main thread; None when all is done."""
-        with self._changed:
-            while self._error is None and len(self.results) < len(self._order):
+        while True:
+            with self._lock:
+                if self._error is not None or len(self.results) == len(self._order):
+                    return None
                 self._start_threads()
                 for stage in self._order:
                     if stage.lane == "main" and self._may_begin(stage):
                         self._begins(stage)
                         return stage
-                self._changed.wait()
-        return None
+            self._news.get()
+
+    def _announce(self) -> None:
+        self._news.put(None)
+        self._watched.put(None)
 
     def _start_threads(self) -> None:
         """Starts each stage of another lane that can begin."""
@@ -212,8 +221,9 @@ class _Execution:
 
     def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with signals_later():
+            thread.start()
+            self._threads.append(thread)
 
     def _may_begin(self, stage: Stage) -> bool:
         if self._error is not None or stage.name in self._timings:
@@ -229,13 +239,15 @@ class _Execution:
     # --- one stage ---
 
     def _in_thread(self, stage: Stage) -> None:
-        with suppress(_Cancelled):
-            with self._changed:
-                self._check()
-                self._timings[stage.name].thread = threading.get_ident()
+        try:
             if self._device is not None:  # which device is the current one is each thread's own affair
                 torch.cuda.set_device(self._device)
             self._do(stage)
+        except _Cancelled:
+            pass
+        except BaseException as error:  # nothing may end here unheard: the main thread would wait for ever
+            with self._lock:
+                self._fails(stage, error)
 
     def _do(self, stage: Stage) -> None:
         """Runs a stage, and announces how it went."""
@@ -246,7 +258,7 @@ class _Execution:
             with self._run.span(stage.activity or stage.name, stage=stage.name, lane=stage.lane):
                 arguments = {name: self.results[name] for name in stage.arguments}
                 child = self._children.get(stage.name)
-                result = child.call(arguments) if child else self._call(stage)(arguments)
+                result = self._stoppably(timing, child.call if child else self._call(stage), arguments)
             self._agree()
         except _Cancelled:
             timing.failed = True
@@ -255,7 +267,7 @@ class _Execution:
             if not isinstance(raised, Exception) and threading.current_thread() is threading.main_thread():
                 raise  # an interrupt, or an exit: it is not the stage that failed
             error = raised
-        with self._changed:
+        with self._lock:
             timing.end_ns, timing.cpu_s = self._now_ns(), time.thread_time() - cpu_s
             if error is not None:
                 self._fails(stage, error)
@@ -266,14 +278,28 @@ class _Execution:
             self._running.discard(stage.name)
             if not self._is_serial:
                 self._start_threads()
-            self._changed.notify_all()
+            self._announce()
+
+    def _stoppably(
+        self, timing: _Timing, call: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any]
+    ) -> Any:
+        """Calls what `_stop` may end by an exception. Nothing else in its thread is ended so: what was sent arrives
+        before this returns, at the latest while it has the lock."""
+        with self._lock:
+            self._check()
+            timing.thread, timing.stoppable = threading.get_ident(), True
+        try:
+            return call(arguments)
+        finally:
+            with self._lock:
+                timing.stoppable = False
 
     def _call(self, stage: Stage) -> Callable[[Mapping[str, Any]], Any]:
         """The stage's function, with random numbers of its own."""
-        seed, whole = seed_of(self._seed, stage.name), stage.computes or stage.lane == "process"
+        seed, is_away = seed_of(self._seed, stage.name), stage.lane == "process"
 
         def call(arguments: Mapping[str, Any]) -> Any:
-            with own_random(seed, whole):
+            with own_random(seed, stage.computes or is_away), _one_thread() if is_away else nullcontext():
                 return stage.function(**arguments)
 
         return call
@@ -301,52 +327,53 @@ class _Execution:
         if isinstance(error, _Different):
             self._cancel(error)
             return
-        failure = StageError(stage.name, self._run.rank, f"{type(error).__name__}: {error}")
+        failure = StageError(stage.name, self._run.rank, f"{type(error).__name__}: {_said(error)}")
         failure.__cause__ = error
         self._cancel(failure)
 
     def _cancel(self, error: BaseException) -> None:
         """Ends all that runs elsewhere, for this reason; only the first counts."""
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 self._error = error
                 for name in self._running:
                     self._stop(self._graph.stages[name])
-            self._changed.notify_all()
+            self._announce()
 
     def _stop(self, stage: Stage) -> None:
         """Has a running stage stop at its next line. What waits in C for something else than a signal goes on waiting:
         there is no safe way to end that."""
-        thread = self._timings[stage.name].thread
+        timing = self._timings[stage.name]
         if stage.name in self._children:
             self._children[stage.name].kill()
-        elif thread not in (0, threading.get_ident()):
-            self._main_stops = self._main_stops or stage.lane == "main"
+        elif timing.stoppable and timing.thread != threading.get_ident():
             if stage.lane == "main" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.pthread_kill(thread, signal.SIGINT)  # which ends a sleep, too
+                signal.pthread_kill(timing.thread, signal.SIGINT)  # which ends a sleep, too
             else:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Cancelled))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(timing.thread), ctypes.py_object(_Cancelled))
             if stage.lane == "main":
                 print(f"headway: {self._error}. Stopping.", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         """Nothing of this runs any longer when it returns, but for what cannot be stopped, and that is said."""
         until = time.monotonic() + GRACE_S
-        with suppress(KeyboardInterrupt, _Cancelled):
-            while self._main_stops and time.monotonic() < until - 0.9 * GRACE_S:
-                time.sleep(0.001)  # what was sent to this thread arrives here, unless the stage has caught it
-        for thread in self._threads:
-            thread.join(max(until - time.monotonic(), 0.0) if self._error is not None else None)
-        for child in self._children.values():
-            child.close()
+        try:
+            for thread in self._threads:
+                thread.join(max(until - time.monotonic(), 0.0) if self._error is not None else None)
+        finally:  # a second signal ends the wait for threads, and leaves no process either
+            with signals_later():
+                for child in self._children.values():
+                    child.close()
         left = [thread.name for thread in self._threads if thread.is_alive()]
         if left and self._error is not None:
             self._error.add_note(f"headway: could not be stopped, and end with this process: {', '.join(left)}.")
 
     def _watch(self, timeout_s: float) -> None:
         """Waits for a stage that takes too long."""
-        with self._changed:
-            while self._error is None and len(self.results) < len(self._order):
+        while True:
+            with self._lock:
+                if self._error is not None or len(self.results) == len(self._order):
+                    return
                 begun = {name: self._timings[name].begin_ns for name in self._running}
                 due_s = (min(begun.values(), default=self._now_ns()) - self._now_ns()) / 1e9 + timeout_s
                 if due_s <= 0:
@@ -354,7 +381,8 @@ class _Execution:
                     where = "in its process" if late in self._children else _place(self._timings[late].thread)
                     self._fails(self._graph.stages[late], TimeoutError(f"no end after {timeout_s:g} s. It is {where}"))
                     return
-                self._changed.wait(due_s)
+            with suppress(queue.Empty):
+                self._watched.get(timeout=due_s)
 
     # --- telling ---
 
@@ -371,14 +399,23 @@ class _Execution:
         self._run.mark(Told.STARTUP, serial=self._is_serial, begin_ns=self._begin_ns, stages=stages)
 
 
-def _alone(call: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """The call in a process of its own: the pool of threads that torch computes with has not come along."""
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For what runs in a process of its own: the pool of threads that torch computes with has not come along. Without
+    such a process it is the same, since a sum over other parts may be another one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
-    def alone(arguments: Mapping[str, Any]) -> Any:
-        torch.set_num_threads(1)
-        return call(arguments)
 
-    return alone
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:  # the user's class may do anything
+        return f"(it cannot be shown: {type(problem).__name__})"
 
 
 def _place(thread: int) -> str:

@@ -97,7 +97,8 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
         return DistributedDataParallel(module, **options)
     mesh = options.get("device_mesh")
     group = options.get("process_group") if mesh is None else mesh.get_group()
-    named = tensors(module)
+    # Ranks that train different parameters would wait for each other's gradients: DDP finds that when it sends.
+    named = {f"{name} (frozen)" if _is_frozen(each) else name: each for name, each in tensors(module).items()}
     same = _told(named, _explained(named, _compared(named, group), group))
     return DistributedDataParallel(module, **options, init_sync=not same)
 
@@ -130,6 +131,10 @@ def _all(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) or is_lazy(tensor)
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def _left_out(module: nn.Module) -> bool:
@@ -257,7 +262,8 @@ def _send_bucket(bucket: list[torch.Tensor], src: int, group: Any) -> None:
         return
     for tensor, piece in zip(bucket, torch.split(packed, [piece.numel() for piece in pieces]), strict=True):
         if piece.data_ptr() != tensor.data_ptr():
-            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+            once = tuple(slice(None if stride else 1) for stride in tensor.stride())  # what was expanded is there once
+            tensor[once].copy_(piece.view(tensor.dtype).view(tensor.shape)[once])
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,7 @@ class Unchanged:
         copies = [storage.clone() for storage in self._storages]  # type: ignore[no-untyped-call]
         gradients = [(tensor, tensor.grad) for tensor in self._tensors if tensor.is_leaf]
         bound, hooks = list(_bound(self._modules)), list(_gradient_hooks(self._tensors))
+        data, flags = _data(self._modules), list(_flags(self._modules))
         try:
             for tensor, _ in gradients:
                 tensor.grad = None
@@ -96,6 +97,12 @@ class Unchanged:
                 calls.update(kept)
             for tensor, gradient in gradients:
                 tensor.grad = gradient
+            for module, name, value in flags:
+                if vars(module).get(name) is not value and _is_filled(module, data, self._storages, copies):
+                    vars(module)[name] = value
+            for tensor, kept_data in data.values():
+                if tensor.data_ptr() != kept_data.data_ptr():
+                    tensor.data = kept_data
             for place, name, value in bound:
                 if place.get(name) is not value:
                     place[name] = value
@@ -161,6 +168,42 @@ def _bound(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, 
             for name, value in place.items():
                 if isinstance(value, torch.Tensor | int | float) and not isinstance(value, bool):
                     yield place, name, value
+
+
+_Data = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def _own(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The plain tensors of a module itself."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter):
+            yield tensor
+
+
+def _data(modules: Iterable[nn.Module]) -> _Data:
+    """Where the numbers of each tensor are: a forward may set its `data`."""
+    return {id(tensor): (tensor, tensor.data) for module in modules for tensor in _own(module)}
+
+
+def _flags(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, bool]]:
+    for module in modules:
+        if not _is_fused(module):
+            yield from ((module, name, value) for name, value in vars(module).items() if isinstance(value, bool))
+
+
+def _is_filled(module: nn.Module, data: _Data, storages: list[Any], copies: list[Any]) -> bool:
+    """Whether a forward has changed the module's tensors. If it has set a flag as well, they are taken from the first
+    batch, and have to be once more: the flag goes back with them."""
+    kept = {storage.data_ptr(): copy for storage, copy in zip(storages, copies, strict=True)}
+    for tensor in _own(module):
+        storage = tensor.untyped_storage()
+        if id(tensor) not in data or tensor.data_ptr() != data[id(tensor)][1].data_ptr():
+            return True
+        copy = kept.get(storage.data_ptr())
+        if copy is not None and not torch.equal(*(torch.empty(0, dtype=torch.uint8, device=s.device).set_(s)
+                                                  for s in (storage, copy))):  # fmt: skip
+            return True
+    return False
 
 
 def _gradient_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
