@@ -313,3 +313,36 @@ def test_an_embedding_collection_is_seen_to_gather_each_table(home: Path, tmp_pa
         assert (gathered["count"], gathered["calls"]) == (8, 4)
         assert gathered["through"].startswith("DistributedModelParallel.__init__")
         assert "ShardedEmbeddingCollection.__init__ > ShardedTensor._init_from_local_shards" in gathered["through"]
+
+
+def test_groups_that_headway_makes_are_told_as_well(home: Path, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        from headway.startup import device_mesh, process_group
+
+        process_group([0])
+        device_mesh("cpu", (1, 2), ("dp", "tp"))
+        step()
+        """,
+    )
+    told, _, errors = ranks(home, *TORCHRUN, script)
+    made = [each["ranks"] for mine in told for each in mine if "process_group" in each["through"]]
+    assert sorted(made) == [[0], [1]]
+    assert "headway" not in errors
+
+
+def test_the_first_step_after_a_restore_ends_the_start_too(home: Path, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import headway
+
+        for _ in headway.current().steps(range(2), start=41):
+            step()
+        left = [name for name in dir(dist.ProcessGroup) if hasattr(getattr(dist.ProcessGroup, name), "__headway__")]
+        say(left=left)
+        """,
+    )
+    _, said, _ = ranks(home, *TORCHRUN, script)
+    assert [each["left"] for each in said] == [[], []]

@@ -90,6 +90,7 @@ HEALTHY = [
     "[W socket.cpp:663] [c10d] The client socket has failed to connect to [localhost]:29500 (errno: 99 - "
     "Cannot assign requested address).",
     "WARNING: HTTP 503 from the store, retrying in 2 s",
+    "headway: the hook on torch.x is switched off (TypeError: f() missing 3 arguments). The job goes on.",
     "Killed 4 zombies in the simulation",
     "  --on-full TEXT   What to do when there is no space left on device. [default: fail]",
     "the cat was killed by a dog, said the sample; signal to noise 9.5",
@@ -129,6 +130,11 @@ STEPS = [f"step {number} loss {2.0 / number:.3f}" for number in range(501, 540)]
 @pytest.mark.parametrize("line", HEALTHY)
 def test_a_harmless_line_of_a_healthy_log_is_no_failure(line: str) -> None:
     assert explain("\n".join([line, *STEPS])).category == "unknown"
+
+
+def test_what_headway_says_itself_is_no_evidence_even_at_the_end() -> None:
+    said = "headway: the hook on torch.x is switched off (TypeError: f() missing 3 arguments). The job goes on."
+    assert explain("\n".join([*STEPS, said])).category == "unknown"
 
 
 def test_a_warning_counts_if_the_log_ends_with_it() -> None:

@@ -234,7 +234,9 @@ def _show(job: str, found: Audit) -> None:
         sent = sum(row.count for row in found.first_step)
         console.print(Text(f"The first step itself sent {sent} more: that is training.", "dim"))
     console.print()
-    console.print(_findings(found) if found.findings else Text("Nothing of it is known to be needless."))
+    if not found.findings:
+        console.print(Text("Nothing of it is known to be needless."))
+    console.print(_findings(found))
     for line in _model(found):
         console.print(Text(line, "dim"))
 
@@ -250,7 +252,7 @@ def _traffic(rows: Sequence[Traffic]) -> Table:
         if row.through:
             what.append(f"\n  {plain(_way(row.through))}", "dim")
         waits, size = _time(row.seconds - row.least_s), decimal(row.bytes) if row.bytes else ""
-        table.add_row(what, str(row.size or "not in"), str(row.calls), str(row.count), _time(row.seconds), waits, size)
+        table.add_row(what, str(row.size or "outside"), str(row.calls), str(row.count), _time(row.seconds), waits, size)
     return table
 
 
@@ -262,7 +264,7 @@ def _way(through: str) -> str:
 
 def _findings(found: Audit) -> Table:
     table = Table(box=None, header_style="dim")
-    table.add_column("needless", overflow="fold")
+    table.add_column("needless" if found.findings else "", overflow="fold")
     for name in ("sent", f"at {found.world}", *(f"at {n}" for n in found.at)):
         table.add_column(name, justify="right", no_wrap=True)
     for each in found.findings:
@@ -270,10 +272,12 @@ def _findings(found: Audit) -> Table:
         what.append(f"\n{each.fix}", "not bold")
         what.append(f"\n{', '.join(plain(_short(site)) for site in _sites(each)[:3])}", "not bold dim")
         table.add_row(what, str(each.count), _time(each.saves), *map(_time, each.saves_at.values()))
-    total = {n: sum(each.saves_at[n] for each in found.findings) for n in found.at}
-    table.add_row("all of these", "", _time(sum(each.saves for each in found.findings)), *map(_time, total.values()))
+    if found.findings:
+        total = {n: sum(each.saves_at[n] for each in found.findings) for n in found.at}
+        saves = sum(each.saves for each in found.findings)
+        table.add_row("all of these", "", _time(saves), *map(_time, total.values()))
     least = sum(row.least_s for row in found.rows)
-    table.add_row("of all that was sent", "", _time(least), *map(_time, found.seconds_at.values()))
+    table.add_row("all that was sent", "", _time(least), *map(_time, found.seconds_at.values()))
     return table
 
 

@@ -47,7 +47,10 @@ _BY_CPP = ("_broadcast_coalesced", "_verify_params_across_processes")
 _HELPER = ("group_size", "group_rank", "global_ranks_in_group")
 _C10D = "torch.distributed.distributed_c10d"
 _LOGGER = "torch.distributed.c10d_logger"
-_PLUMBING = (_C10D, _LOGGER, "torch.utils.", "torch.nn.modules.", "headway", "contextlib", "functools", "threading")
+_PLUMBING = (
+    _C10D, _LOGGER, "torch.utils.", "torch.nn.modules.", "torch.overrides", "contextlib", "functools", "threading",
+    "headway.instrument.", "headway.launch.", "headway.run", "headway.startup.randomness", "headway.startup.runner",
+)  # fmt: skip
 _OF_A_STEP = ("_call_impl", "_engine_run_backward")
 """Functions of torch's that only a forward or a backward pass goes through."""
 
@@ -207,7 +210,7 @@ class Collectives:
             "op": _operation(name, frames[:at]),
             "group": group_name,
             **self._told_of(group_name, group),
-            "site": f"{site.f_code.co_filename}:{site.f_lineno} {site.f_code.co_qualname}" if site else "",
+            "site": f"{site.f_code.co_filename}:{site.f_lineno} {site.f_code.co_name}" if site else "",
             "through": _entries(frames[:at]),
             "step": any(code.co_name in _OF_A_STEP for code in (frame.f_code for frame in below)),
         }
@@ -320,8 +323,10 @@ def _sends(group: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return group, args, _number(group), monotonic_ns()
 
 
-def _asks(size: int, rank: int | None, ranks: list[int], *args: Any, **kwargs: Any) -> tuple[int, list[int]]:
-    return monotonic_ns(), ranks
+def _asks(
+    group_size: int, group_rank: int | None, global_ranks_in_group: list[int], *args: Any, **kwargs: Any
+) -> tuple[int, list[int]]:
+    return monotonic_ns(), global_ranks_in_group
 
 
 def _bytes(value: Any) -> int:

@@ -8,7 +8,9 @@ descriptors, and the zygote's command line and environment in `/proc`. This modu
 imports little.
 """
 
+import atexit
 import builtins
+import gc
 import io
 import os
 import random
@@ -96,6 +98,7 @@ def work(channel: Channel, supervisor: int, hooks: Hooks) -> NoReturn:
     if assignment.kind == "program":
         _become_program(assignment)
     _by_the_way(lambda: hooks.begins(assignment))
+    atexit.register(gc.unfreeze)  # what the zygote froze; extension modules would call it leaked
     os.register_at_fork(after_in_child=channel.close)  # a child that comes back here must not speak for its parent
     me = os.getpid()
     code = _end(_outcome(assignment), channel)

@@ -65,6 +65,8 @@ _HARMLESS = re.compile(
     re.IGNORECASE,
 )
 _FRAME = re.compile(r'\s*File "[^"]{1,400}", line \d+')
+_OURSELVES = ("headway: the hook on ", "headway: fast batch ", "headway: this process is not measured ")
+"""What headway says of failures that the job goes on after is no evidence."""
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _EXCEPTION = re.compile(
@@ -165,6 +167,8 @@ class Log:
         if len(line) > _LONGEST:
             line = f"{line[: _LONGEST * 3 // 4]} … {line[-_LONGEST // 4 :]}"
         rank, rest = _without_prefix(line)
+        if rest.startswith(_OURSELVES):
+            return
         if rest.startswith(_CHAINED):
             self._note(self._chained, rank)
             return

@@ -328,6 +328,10 @@ def _row(key: Any, ranks: list[list[dict[str, Any]]]) -> Traffic:
     )  # fmt: skip
 
 
+_OURS = ("Checkpointer", "process_group")
+"""What sends while others train, and so beside their groups; and what asks no other rank for a group of one."""
+
+
 def _objections(told: Sequence[dict[str, Any]]) -> list[str]:
     """What is to be said against each group that one rank is in, in the order they were made."""
     known: set[Any] = set()
@@ -338,6 +342,8 @@ def _objections(told: Sequence[dict[str, Any]]) -> list[str]:
             members = (tuple(each.get("ranks", ())), size, each.get("backend"))
             usual = "" if each.get("lazy") else "eager"
             why = "single" if size == 1 else "duplicate" if members in known else usual
+            if any(ours in str(each.get("through")) for ours in _OURS):
+                why = ""
             known.add(members)
         found.append(why)
     return found

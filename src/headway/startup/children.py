@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildFailed(RuntimeError):
-    """What a stage raised in its process, as text: the exception itself may not travel."""
+    """A stage's process ended, or what it raised there cannot travel; then this has it as text."""
 
 
 class Child:
@@ -34,18 +34,20 @@ class Child:
         theirs.close()
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """The function's result for these arguments. Raises ChildFailed if it raised, or if its process ended."""
+        """The function's result for these arguments. Raises what it raised, or ChildFailed if its process ended."""
         try:
             sent = pickle.dumps(dict(arguments), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise TypeError(f"what it needs cannot be sent to its process ({error}): use another lane") from error
         try:
             self._line.send_bytes(sent)
-            failure, result = pickle.loads(self._line.recv_bytes())
+            received = self._line.recv_bytes()
         except (EOFError, OSError):
             raise ChildFailed(f"its process {_ending(self._reap())}") from None
-        if failure:
-            raise ChildFailed(failure)
+        failure, trace, result = pickle.loads(received)
+        if failure is not None:
+            failure.add_note(f"headway: in its process:\n{trace}")
+            raise failure
         return result
 
     def kill(self) -> None:
@@ -117,11 +119,25 @@ def _flush() -> None:
 
 
 def _outcome(call: Callable[[Mapping[str, Any]], Any], line: Connection) -> bytes:
+    """An exception, where it was raised, and a result."""
     try:
         result = call(pickle.loads(line.recv_bytes()))
     except BaseException as error:
-        return pickle.dumps(("".join(traceback.format_exception(error)).rstrip(), None))
+        return _raised(error)
     try:
-        return pickle.dumps(("", result), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((None, "", result), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        return pickle.dumps((f"its result cannot be sent from its process ({error}): use another lane", None))
+        return _raised(TypeError(f"its result cannot be sent from its process ({error}): use another lane"))
+
+
+def _raised(error: BaseException) -> bytes:
+    """An exception that the other side can have: as it is, or by its text."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        if not isinstance(error, Exception):  # an exit of this process is a failure there
+            raise TypeError
+        sent = pickle.dumps((error, trace, None))
+        pickle.loads(sent)
+    except Exception:  # many classes of exceptions can be pickled, and not be read again
+        sent = pickle.dumps((ChildFailed(trace.rpartition("\n")[2]), trace, None))
+    return sent

@@ -81,6 +81,19 @@ def put_back(found: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(found["cuda"])
 
 
+def not_as_they_were(found: dict[str, Any]) -> bool:
+    """Whether a generator is elsewhere than it was found at."""
+    now = states()
+    same = torch.equal(now["torch"], found["torch"]) and now["python"] == found["python"]
+    if same and "numpy" in found:
+        same = all(map(_equal, now["numpy"], found["numpy"]))
+    return not same
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
 class _Own(TorchFunctionMode):
     """Gives whatever draws in this thread from torch's default generator one of its own."""
 

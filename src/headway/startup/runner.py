@@ -22,11 +22,12 @@ from typing import Any, TypeVar, overload
 import torch
 
 from headway.errors import HeadwayError, InputError
+from headway.events.recorder import is_from_signal_handler
 from headway.events.vocabulary import Told
 from headway.run import Run, current
 from headway.startup.children import Child, signals_later
 from headway.startup.graph import Graph, Stage, stage_of
-from headway.startup.randomness import own_random, seed_of
+from headway.startup.randomness import not_as_they_were, own_random, put_back, seed_of, states
 from headway.startup.ranks import Difference, Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,18 +109,6 @@ class Startup:
         return Parts(**{name: execution.results[name] for name in self._graph.stages})
 
 
-class _Different(InputError):
-    """The ranks have not declared the same stages."""
-
-    def __init__(self, found: Difference) -> None:
-        (a, b), (one, other) = found.ranks, found.words
-        super().__init__(
-            f"ranks {a} and {b} have declared different stages, and would wait for each other in different collectives."
-            f"\nRank {a}:\n{one}\nRank {b}:\n{other}\nDeclare the same stages on every rank, in the same order; what "
-            "only some ranks do belongs inside a stage."
-        )
-
-
 class _Cancelled(BaseException):
     """Raised in a stage that is not wanted any more, since another one has failed."""
 
@@ -145,7 +134,7 @@ class _Execution:
     def __init__(self, graph: Graph, order: Sequence[Stage], seed: int, run: Run) -> None:
         self._graph, self._order, self._seed, self._run = graph, order, seed, run
         self._name = f"startup/{next(_numbers)}"
-        self._begin_ns = run.recorder.now_ns()
+        self._begin_ns, self._before = run.recorder.now_ns(), states()
         self._is_serial = True
         self.results: dict[str, Any] = {}
         self._timings: dict[str, _Timing] = {}
@@ -161,18 +150,22 @@ class _Execution:
 
     def serial(self) -> None:
         """One after another, here."""
-        self._agree()
-        for stage in self._order:
-            with self._lock:
-                self._begins(stage)
-            self._do(stage)
-            self._raise_error()
+        with suppress(_Cancelled):
+            self._agree()
+            for stage in self._order:
+                with self._lock:
+                    self._begins(stage)
+                self._do(stage)
+                if self._error is not None:
+                    break
+                self._check_generators(stage.name)
+        self._raise_error()
 
     def overlapped(self, timeout_s: float | None) -> None:
         """As many at once as may be."""
         self._is_serial = False
-        self._agree()
         try:
+            self._agree()
             with signals_later():
                 for stage in self._order:
                     if stage.lane == "process":
@@ -188,6 +181,18 @@ class _Execution:
         finally:
             self._end()
         self._raise_error()
+        self._check_generators("a stage")
+
+    def _check_generators(self, who: str) -> None:
+        """Puts the process's generators back, where something has drawn from them that ran beside those who have them
+        to themselves."""
+        if not_as_they_were(self._before):
+            put_back(self._before)
+            print(
+                f"headway: {who} drew from generators of the process, or seeded them, without computes=True: what runs "
+                f"beside it may draw other numbers. Say so{'' if self._is_serial else ' (HEADWAY_SERIAL=1 names it)'}.",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -264,8 +269,9 @@ class _Execution:
             timing.failed = True
             raise
         except BaseException as raised:
-            if not isinstance(raised, Exception) and threading.current_thread() is threading.main_thread():
-                raise  # an interrupt, or an exit: it is not the stage that failed
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and (not isinstance(raised, Exception) or is_from_signal_handler(raised)):
+                raise  # an interrupt, an exit, or a data worker that died: it is not the stage that failed
             error = raised
         with self._lock:
             timing.end_ns, timing.cpu_s = self._now_ns(), time.thread_time() - cpu_s
@@ -313,7 +319,8 @@ class _Execution:
             found = ranks.compare(self._name, str(self._graph), self._check)
             self._has_agreed = True
         if found is not None:
-            raise _Different(found)
+            self._cancel(_different(found))
+            raise _Cancelled
 
     def _check(self) -> None:
         if self._error is not None:
@@ -324,9 +331,6 @@ class _Execution:
     def _fails(self, stage: Stage, error: BaseException) -> None:
         """Under the lock: the stage has failed, and with it the start-up."""
         self._timings[stage.name].failed = True
-        if isinstance(error, _Different):
-            self._cancel(error)
-            return
         failure = StageError(stage.name, self._run.rank, f"{type(error).__name__}: {_said(error)}")
         failure.__cause__ = error
         self._cancel(failure)
@@ -397,6 +401,16 @@ class _Execution:
                     "cpu_s": round(timing.cpu_s, 6), "failed": timing.failed or not timing.end_ns,
                 })  # fmt: skip
         self._run.mark(Told.STARTUP, serial=self._is_serial, begin_ns=self._begin_ns, stages=stages)
+
+
+def _different(found: Difference) -> InputError:
+    """What to say of two ranks that have not declared the same stages."""
+    (a, one), (b, other) = sorted(zip(found.ranks, found.words, strict=True))
+    return InputError(
+        f"ranks {a} and {b} have declared different stages, and would wait for each other in different collectives."
+        f"\nRank {a}:\n{one}\nRank {b}:\n{other}\nDeclare the same stages on every rank, in the same order; what only "
+        "some ranks do belongs inside a stage."
+    )
 
 
 @contextmanager
