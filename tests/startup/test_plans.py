@@ -224,7 +224,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 def test_a_damaged_plan_is_replaced(
     damage: str, home: Path, asked: list[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.startup.plans._said", set())
+    monkeypatch.setattr("headway.startup.words._said", set())
     wise = constraints(sharding_types=["table_wise"])
     right = planned(home / "plans", planner(constraints=wise))
     (file,) = files(home / "plans")

@@ -12,7 +12,6 @@ calling rank has. Two members that have unlike numbers of them wait for each oth
 import hashlib
 import inspect
 import os
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -29,15 +28,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headway.errors import InputError
-from headway.events.vocabulary import Told
-from headway.run import current
+from headway.startup.words import say_once
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 """What torch looks at each time it makes a gloo group."""
 
 _NEEDED = {"group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "timeout"}
 _lock = threading.Lock()
-_said: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,8 @@ def _internals(world: Any) -> Any:
     registry = getattr(c10d, "_world", None)
     if _is_known(c10d) and hasattr(registry, "pg_map") and hasattr(registry, "pg_group_ranks"):
         return c10d
-    _say_once(f"torch {torch.__version__} keeps its process groups in another way: they are made as by new_group.")
+    said = f"torch {torch.__version__} keeps its process groups in another way: they are made as by new_group."
+    say_once(said, "process groups")
     return None
 
 
@@ -267,12 +265,3 @@ def _lazily() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(LAZY, None)
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        run = current()
-        run.mark(Told.HOOK_OFF, hook="process groups", error=text)
-        if run.rank == 0:
-            print(f"headway: {text}", file=sys.stderr, flush=True)

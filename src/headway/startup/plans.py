@@ -18,7 +18,6 @@ import base64
 import hashlib
 import json
 import os
-import sys
 import time
 import zlib
 from collections import Counter
@@ -40,6 +39,7 @@ from headway.errors import HeadwayError, InputError
 from headway.events.vocabulary import Told, clean_text
 from headway.run import current
 from headway.startup.ranks import Ranks
+from headway.startup.words import say_once
 from headway.storage import open_storage
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ _ENUMS = {"bounds_check_mode", "output_dtype"}
 _SIMPLE = ("sharding_type", "compute_kernel", "ranks", "enforce_hbm", "stochastic_rounding")
 
 _calls: Counter[tuple[int, ...]] = Counter()
-_said: set[str] = set()
 
 
 class Unknown(Exception):
@@ -92,7 +91,7 @@ def sharding_plan(
     """
     began, run = time.perf_counter(), current()
     if (ranks := _Group.of(group)) is None:
-        _say("torch does not show its store: sharding plans are made each time, and broadcast.")
+        say_once("torch does not show its store: sharding plans are made each time, and broadcast.")
         return planner.collective_plan(module, list(sharders), group)
     model = _described(lambda: _model(module, sharders))
     if ranks.size > 1 and (found := ranks.compare(f"{ranks.name}/model", _packed(model))):
@@ -101,7 +100,7 @@ def sharding_plan(
     seconds = round(time.perf_counter() - began, 4)
     run.mark(Told.SHARDING_PLAN, seconds=seconds, **{name: clean_text(text) for name, text in outcome.items()})
     if outcome["why"] and ranks.rank == 0:
-        _say(f"the sharding plan was {outcome['outcome']}: {outcome['why']}.")
+        say_once(f"the sharding plan was {outcome['outcome']}: {outcome['why']}.")
     return plan
 
 
@@ -466,9 +465,3 @@ def _unlike(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else _text(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _say(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        print(f"headway: {text}", file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ Typical use::
 """
 
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from headway.errors import InputError
-from headway.events.vocabulary import Told
-from headway.run import current
+from headway.startup.words import say_once
 
 KNOWN = ("1.8.",)
 """Versions of TorchRec whose metadata was compared with ours, field by field."""
@@ -46,7 +44,6 @@ _sharding: ContextVar[Any] = ContextVar("the collection that is being sharded", 
 _lock = threading.Lock()
 _users = 0
 _undo = ExitStack()
-_said: set[str] = set()
 
 
 # --- plain torch -----------------------------------------------------------------------------------------------------
@@ -121,7 +118,7 @@ def local_shard_metadata() -> ExitStack:
     with _lock:
         if _users == 0:
             if problem := _problem():
-                _say(f"shard metadata is gathered from all ranks as ever: {problem}.")
+                say_once(f"shard metadata is gathered from all ranks as ever: {problem}.", "local shard metadata")
                 return ending
             _install()
         _users += 1
@@ -207,12 +204,3 @@ def _is_plain(collection: Any, table: str) -> bool:
         and not config.use_virtual_table
         and not isinstance(collection._env, ShardingEnv2D)
     )
-
-
-def _say(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        run = current()
-        run.recorder.mark(Told.HOOK_OFF, hook="local shard metadata", error=text)
-        if run.rank == 0:
-            print(f"headway: {text}", file=sys.stderr, flush=True)
