@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -402,10 +403,12 @@ def test_a_stage_that_hangs_is_ended_and_the_error_says_where_it_was(lane: str, 
 def unstoppable() -> dict[str, Any]:
     setup = headway.Startup()
     one, other = socket.socketpair()
-    setup.stage(name="deaf", lane="io")(lambda: one.recv(1))
+    begun = threading.Event()
+    setup.stage(name="deaf", lane="io")(lambda: (begun.set(), one.recv(1)))
 
     @setup.stage
     def broken() -> None:
+        begun.wait()
         time.sleep(0.1)
         raise ValueError
 
@@ -471,11 +474,13 @@ def interrupted_twice() -> dict[str, Any]:
     setup = headway.Startup()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     one, other = socket.socketpair()
-    setup.stage(name="deaf", lane="io")(lambda: one.recv(1))
+    begun = threading.Event()
+    setup.stage(name="deaf", lane="io")(lambda: (begun.set(), one.recv(1)))
     setup.stage(name="away", lane="process", needs=["deaf"])(lambda: time.sleep(1000))
 
     @setup.stage
     def broken() -> None:
+        begun.wait()
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         raise ValueError
 
@@ -725,6 +730,11 @@ def in_a_thread() -> str:
 
 def test_only_the_main_thread_can_start_up(tmp_path: Path) -> None:
     assert "from the main thread" in outcome(in_a_thread, tmp_path)
+
+
+def test_a_stage_error_can_be_sent_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(headway.StageError("model", 3, "ValueError: no")))
+    assert (str(error), error.stage, error.rank) == ("stage model failed on rank 3: ValueError: no", "model", 3)
 
 
 def test_a_timeout_that_leaves_no_time_is_refused() -> None:

@@ -190,7 +190,8 @@ class FastBatches:
         seconds = {"compile_s": round(self._compile_s, 3), "data_s": round(data_s, 3)}
         self._run.mark(Told.FAST_BATCH, outcome=outcome, why=clean_text(why), **seconds)
         if is_said:
-            print(f"headway: fast batch {outcome}: {why}. {_ADVICE[outcome]}", file=sys.stderr, flush=True)
+            on = f" on rank {self._run.rank}" if outcome == "failed" else ""
+            print(f"headway: fast batch {outcome}{on}: {why}. {_ADVICE[outcome]}", file=sys.stderr, flush=True)
 
 
 _ADVICE = {

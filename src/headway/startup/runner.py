@@ -42,8 +42,12 @@ class StageError(HeadwayError):
     """A stage failed; what it raised is the cause."""
 
     def __init__(self, stage: str, rank: int, what: str) -> None:
-        super().__init__(f"stage {stage} failed on rank {rank}: {what}")
+        super().__init__(stage, rank, what)
         self.stage, self.rank = stage, rank
+
+    def __str__(self) -> str:
+        stage, rank, what = self.args
+        return f"stage {stage} failed on rank {rank}: {what}"
 
 
 class Parts(SimpleNamespace):
