@@ -35,6 +35,7 @@ class Items(Dataset[Any]):
 
     def __getitem__(self, at: int) -> Any:
         time.sleep(self.slow)
+        self.slow = 0.0
         random = torch.Generator().manual_seed(100 + at)
         x, y = (torch.rand(ROWS, size, generator=random) for size in (8, 4))
         if not self.is_jagged:
