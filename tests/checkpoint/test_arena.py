@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keeping import memory_of_checkpoints
 
-from headway.checkpoint.arena import PAGE, Arena, Shape, aligned, free_memory, slots_that_fit
+from headway.checkpoint.arena import PAGE, Arena, Shape, aligned, slots_that_fit
 from headway.checkpoint.layout import new_tag
 from headway.errors import PlatformError
 
@@ -233,70 +233,6 @@ def test_more_than_there_can_be_is_an_error_that_says_how_much_was_asked_for() -
 # --- how much there is -----------------------------------------------------------------------------------------------
 
 GB = 1 << 30
-
-
-def a_machine(
-    folder: Path, available: int, cgroup: str = "0::/\n", limits: dict[str, tuple[int | str, int, int]] | None = None,
-    version: int = 2,
-) -> Path:  # fmt: skip
-    """The files in which a kernel tells of memory. `limits`: each cgroup's limit, its use, what of that is cache."""
-    (folder / "proc/self").mkdir(parents=True)
-    (folder / "proc/meminfo").write_text(
-        f"MemTotal: {available // 512} kB\nMemAvailable:    {available // 1024} kB\nHugePages_Total:       0\n"
-    )
-    (folder / "proc/self/cgroup").write_text(cgroup)
-    base = folder / "sys/fs/cgroup" / ("memory" if version == 1 else "")
-    limit, usage = (
-        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
-    for path, (most, used, cache) in (limits or {}).items():
-        group = base / path
-        group.mkdir(parents=True, exist_ok=True)
-        (group / limit).write_text(f"{most}\n")
-        (group / usage).write_text(f"{used}\n")
-        (group / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
-    return folder
-
-
-def test_without_a_limit_the_machine_says_what_is_free(tmp_path: Path) -> None:
-    assert free_memory(a_machine(tmp_path, 8 * GB)) == 8 * GB
-
-
-def test_a_cgroup_that_allows_less_than_the_machine_has_counts(tmp_path: Path) -> None:
-    machine = a_machine(tmp_path, 64 * GB, "0::/job\n", {"job": (8 * GB, 5 * GB, 0)})
-    assert free_memory(machine) == 3 * GB
-
-
-def test_the_limit_of_a_cgroup_further_up_counts_too(tmp_path: Path) -> None:
-    limits: dict[str, tuple[int | str, int, int]] = {
-        "pod": (4 * GB, 3 * GB, 0),
-        "pod/job": ("max", 1 * GB, 0),
-        "pod/job/step": (32 * GB, 1 * GB, 0),
-    }
-    assert free_memory(a_machine(tmp_path, 64 * GB, "0::/pod/job/step\n", limits)) == 1 * GB
-
-
-def test_the_cache_of_files_counts_as_free_for_the_kernel_gives_it_back(tmp_path: Path) -> None:
-    machine = a_machine(tmp_path, 64 * GB, "0::/job\n", {"job": (8 * GB, 7 * GB, 5 * GB)})
-    assert free_memory(machine) == 6 * GB
-
-
-def test_the_older_kind_of_cgroups_is_understood(tmp_path: Path) -> None:
-    lines = "5:cpu,cpuacct:/other\n3:memory:/slurm/job_1\n0::/init\n"
-    limits: dict[str, tuple[int | str, int, int]] = {"slurm/job_1": (6 * GB, 2 * GB, 0), "slurm": (2**63 - 4096, 0, 0)}
-    assert free_memory(a_machine(tmp_path, 64 * GB, lines, limits, version=1)) == 4 * GB
-
-
-def test_a_container_that_sees_its_own_cgroup_as_the_root_is_limited_by_it(tmp_path: Path) -> None:
-    assert free_memory(a_machine(tmp_path, 64 * GB, "0::/\n", {"": (8 * GB, 6 * GB, 0)})) == 2 * GB
-
-
-def test_a_cgroup_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
-    assert free_memory(a_machine(tmp_path, 64 * GB, "0::/job\n", {"job": (8 * GB, 9 * GB, 0)})) == 0
-
-
-def test_this_machine_has_some_memory_free() -> None:
-    assert 0 < free_memory() < 1 << 50
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, DistributedSampler  # noqa: E402
 
 from headway.startup import unchanged  # noqa: E402
-from headway.startup.fast import FastBatches, competition, cores, fast_batch  # noqa: E402
+from headway.startup.fast import FastBatches, competition, fast_batch  # noqa: E402
 
 PROGRAM = Path(__file__).parent / "warming.py"
 ALONE = ["plain", "counting", "in_backward", "autocast", "accumulated"]
@@ -282,19 +282,6 @@ def test_compiling_competes_where_less_than_a_core_is_left() -> None:
     assert not competition(1.0, 2.0)
     assert competition(1.9, 2.0)
     assert competition(0.9, 1.0)
-
-
-def test_cores_are_what_the_container_allows_divided_by_the_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    allowed = len(os.sched_getaffinity(0))
-    assert cores(tmp_path) == allowed
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert cores(tmp_path) == 0.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cores(tmp_path) == allowed / 4
 
 
 def _die() -> None:

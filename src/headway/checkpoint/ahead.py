@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.arena import free_memory
 from headway.checkpoint.layout import METADATA, Manifest, Shard
 from headway.checkpoint.newest import Newest, Rank, look
 from headway.checkpoint.source import Source, check
+from headway.machine import free_memory
 from headway.storage import open_storage
 
 _THREADS = 4

@@ -12,10 +12,9 @@ import struct
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from headway.errors import PlatformError
 
@@ -236,37 +235,9 @@ def complete(arenas: Sequence[Arena]) -> dict[str, int]:
 # --- how much there is --------------------------------------------------------------------------------------------
 
 
-def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that can still be used without anybody being killed: what the machine has free, or the cgroup allows."""
-    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([available, *_left_in_cgroups(root)])
-
-
-def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """What each cgroup around this process still allows. Page cache counts as free: the kernel gives it back."""
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kind, path = line.split(":", 2)
-            if kind in ("", "memory"):
-                base = root / "sys/fs/cgroup" / ("memory" if kind else "")
-                folder = base / path.lstrip("/")
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kind else ("memory.max", "memory.current")
-                while folder == base or base in folder.parents:
-                    yield from _left(folder, *names)
-                    folder = folder.parent
-
-
-def _left(folder: Path, limit: str, usage: str) -> Iterator[int]:
-    with suppress(OSError, ValueError):
-        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        yield max(0, most - used + int(stat.get("inactive_file", 0)))
-
-
 def slots_that_fit(image_bytes: int, free_bytes: int) -> int:
     """How many images to hold: two where they take no more than half of what is free, or one; else none."""
     return next((slots for slots in (2, 1) if slots * image_bytes <= free_bytes // 2), 0)
 
 
-__all__ = ["PAGE", "Arena", "Held", "Shape", "aligned", "complete", "free_memory", "slots_that_fit"]
+__all__ = ["PAGE", "Arena", "Held", "Shape", "aligned", "complete", "slots_that_fit"]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from headway.checkpoint import catalog, image
-from headway.checkpoint.arena import Arena, Shape, aligned, free_memory, slots_that_fit
+from headway.checkpoint.arena import Arena, Shape, aligned, slots_that_fit
 from headway.checkpoint.image import Image
 from headway.checkpoint.layout import generation_of, new_tag
 from headway.checkpoint.lease import Owner, claim, holder, release
@@ -27,6 +27,7 @@ from headway.checkpoint.link import Link
 from headway.checkpoint.ranks import Elsewhere, Ranks, local_size
 from headway.checkpoint.retention import Retention
 from headway.errors import HeadwayError, InputError, PlatformError
+from headway.machine import free_memory
 from headway.storage import open_storage
 
 MODES = {"auto": None, "two-slot": 2, "one-slot": 1, "streaming": 0}

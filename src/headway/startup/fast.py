@@ -30,10 +30,11 @@ from torch import nn
 from headway import batches
 from headway.config import Settings
 from headway.events.vocabulary import Told, clean_text
+from headway.machine import cores, ranks_here
 from headway.run import Run, current, structure_of
-from headway.startup.randomness import put_back, states
+from headway.startup.randomness import have_changed, put_back, states
 from headway.startup.ranks import Ranks
-from headway.startup.unchanged import CannotUndo, Unchanged, local_size
+from headway.startup.unchanged import CannotUndo, Unchanged
 
 SETTLE_S = 600.0
 """So long a rank whose made-up batch failed waits to hear that no other one waits for it."""
@@ -94,7 +95,7 @@ class FastBatches:
     def _begin_anew(self) -> Iterator[Any]:
         """The sampler was told its epoch after the pass had begun. Unless something has been drawn since, the new pass
         draws what it would have drawn then."""
-        if _same(states(), self._after):
+        if not have_changed(self._after):
             put_back(self._before)
         self._tell("began anew", "set_epoch was called after fast_batch: call it before", is_said=True)
         return iter(self._loader)
@@ -134,7 +135,7 @@ class FastBatches:
             return "recorded", record.problem or "no earlier run has told what a batch looks like"
         if getattr(self._loader, "num_workers", None) == 0:
             return "not overlapped", "the loader has no workers: nothing is fetched meanwhile"
-        if why := competition(record.busy, cores()):
+        if why := competition(record.busy, cores() / ranks_here()):
             return "not overlapped", why
         return "", ""
 
@@ -264,17 +265,6 @@ def competition(busy: float, cores: float) -> str:
     return f"its workers keep {busy:.1f} of {cores:.1f} cores busy: compiling would hold them up"
 
 
-def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """The cores that this rank may use, shared fairly with the other ranks of this node."""
-    found = float(len(os.sched_getaffinity(0)))
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        found = found if quota == "max" else min(found, float(quota) / float(period))
-    except (OSError, ValueError):  # no limit that is told here
-        pass
-    return found / local_size()
-
-
 def _busy(workers: Iterable[Any]) -> float:
     """How many cores these processes have kept busy since they began; of those that are gone, nothing is known."""
     per_s, now_s, found = os.sysconf("SC_CLK_TCK"), time.clock_gettime(time.CLOCK_BOOTTIME), 0.0
@@ -297,7 +287,3 @@ def _epoch(loader: Any) -> Any:
     """What the sampler was told last."""
     samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     return [getattr(sampler, "epoch", None) for sampler in samplers]
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return bool(torch.equal(one["torch"], other["torch"])) and one["python"] == other["python"]

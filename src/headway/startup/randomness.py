@@ -81,7 +81,7 @@ def put_back(found: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(found["cuda"])
 
 
-def not_as_they_were(found: dict[str, Any]) -> bool:
+def have_changed(found: dict[str, Any]) -> bool:
     """Whether a generator is elsewhere than it was found at."""
     now = states()
     same = torch.equal(now["torch"], found["torch"]) and now["python"] == found["python"]

@@ -27,7 +27,7 @@ from headway.events.vocabulary import Told
 from headway.run import Run, current
 from headway.startup.children import Child, signals_later
 from headway.startup.graph import Graph, Stage, stage_of
-from headway.startup.randomness import not_as_they_were, own_random, put_back, seed_of, states
+from headway.startup.randomness import have_changed, own_random, put_back, seed_of, states
 from headway.startup.ranks import Difference, Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -190,7 +190,7 @@ class _Execution:
     def _check_generators(self, who: str) -> None:
         """Puts the process's generators back, where something has drawn from them that ran beside those who have them
         to themselves."""
-        if not_as_they_were(self._before):
+        if have_changed(self._before):
             put_back(self._before)
             print(
                 f"headway: {who} drew from generators of the process, or seeded them, without computes=True: what runs "

@@ -7,17 +7,16 @@ they are, and are taken away again. TorchRec's fused tables update themselves; t
 put back if a compiled graph includes them all the same.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from headway.machine import free_memory, ranks_here
 from headway.startup.randomness import put_back, states
 
 SHARE = 0.25
@@ -253,17 +252,4 @@ def free_bytes(device: torch.device) -> float:
         return float(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return 0.0
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    try:
-        most, taken = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        free = free if most == "max" else min(free, float(most) - float(taken))
-    except (OSError, ValueError):  # no limit that is told here
-        pass
-    return max(free, 0.0) / local_size()
-
-
-def local_size() -> int:
-    """How many ranks share this node, as far as the launcher says."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(told), 1) if told.isdecimal() else 1
+    return free_memory() / ranks_here()

@@ -1,0 +1,61 @@
+"""What a process may use of its machine: memory and cores, as the cgroups around it allow."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes that can still be used without anybody being killed: what the machine has free, or the cgroup allows."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([available, *_left_in_cgroups(root)])
+
+
+def cores(root: Path = ROOT) -> float:
+    """The cores that this process may use, all of its threads together."""
+    return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
+
+
+def ranks_here() -> int:
+    """How many ranks share this node, as far as the launcher says."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(told), 1) if told.isdecimal() else 1
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """What each cgroup around this process still allows. Page cache counts as free: the kernel gives it back."""
+    for folder, version in _cgroups(root, "memory"):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+        with suppress(OSError, ValueError):
+            most, used = (int((folder / name).read_text()) for name in names)
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield max(0, most - used + int(stat.get("inactive_file", 0)))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """How many cores' time each cgroup around this process allows."""
+    for folder, version in _cgroups(root, "cpu"):
+        with suppress(OSError, ValueError):  # `max` is no number, and no limit
+            if version == 1:
+                quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            else:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            if quota > 0:
+                yield quota / period
+
+
+def _cgroups(root: Path, kind: str) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's cgroup and of those around it, and of which version they are."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if not kinds or kind in kinds.split(","):
+                base = root / "sys/fs/cgroup" / kinds
+                folder = base / path.lstrip("/")
+                while folder == base or base in folder.parents:
+                    yield folder, 1 if kinds else 2
+                    folder = folder.parent
