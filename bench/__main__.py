@@ -13,6 +13,7 @@ from bench import (
     instrument,
     interval,
     programs,
+    publish,
     recover,
     report,
     scale,
@@ -35,6 +36,7 @@ TOPICS: dict[str, ModuleType] = {
     "autotune": autotune,
     "compile": compile,
     "startup": startup,
+    "publish": publish,
 }  # fmt: skip
 
 

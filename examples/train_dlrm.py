@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--save-every", type=int, default=100)
-    parser.add_argument("--folder", type=Path, default=Path("out/demo"))
+    parser.add_argument("--folder", type=Path, default=Path("out/train_dlrm"))
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     checkpoint = options.folder / "checkpoint.pt"

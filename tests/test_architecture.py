@@ -68,8 +68,8 @@ def test_what_runs_inside_a_job_needs_the_standard_library_alone() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert headway.__all__ == [
-        "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Run", "StageError", "Startup",
-        "UnknownJob", "__version__", "compile_cache", "current", "fast_batch", "read_ahead",
+        "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Publish", "Run", "Served",
+        "StageError", "Startup", "UnknownJob", "__version__", "compile_cache", "current", "fast_batch", "read_ahead",
     ]  # fmt: skip
     assert all(getattr(headway, name) is not None for name in headway.__all__)
 

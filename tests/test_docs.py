@@ -99,9 +99,10 @@ def test_every_bucket_and_every_activity_is_documented() -> None:
 
 def test_every_key_of_the_json_report_is_documented(tmp_path: Path) -> None:
     story = Story(tmp_path)
-    story.rank().steps(10, each=1.0).crashed()
+    story.rank().steps(10, each=1.0).handed_over("x", 10).crashed()
     report = summary(story.ledger())
-    for part in (report, report["attempts"][0], report["ranks"][0], report["advice"][0], report["failures"][0]):
+    lists = ("attempts", "ranks", "advice", "failures", "publications")
+    for part in (report, *(report[name][0] for name in lists)):
         assert [key for key in part if f"`{key}`" not in REFERENCE] == []
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from headway.checkpoint.ahead import read_ahead
     from headway.checkpoint.checkpointer import Checkpointer
     from headway.errors import HeadwayError, InputError, PlatformError, UnknownJob
+    from headway.publish.ready import Served
+    from headway.publish.request import Publish
     from headway.run import Activity, Run, compile_cache, current
     from headway.startup.fast import fast_batch
     from headway.startup.runner import StageError, Startup
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Run", "StageError", "Startup",
-    "UnknownJob", "__version__", "compile_cache", "current", "fast_batch", "read_ahead",
+    "Activity", "Checkpointer", "HeadwayError", "InputError", "PlatformError", "Publish", "Run", "Served", "StageError",
+    "Startup", "UnknownJob", "__version__", "compile_cache", "current", "fast_batch", "read_ahead",
 ]  # fmt: skip
 
 _HOME = dict.fromkeys(("HeadwayError", "InputError", "PlatformError", "UnknownJob"), "headway.errors")
 _HOME |= dict.fromkeys(("Checkpointer", "read_ahead"), "headway.checkpoint")
+_HOME |= {"Publish": "headway.publish.request", "Served": "headway.publish.ready"}
 _HOME |= dict.fromkeys(("StageError", "Startup", "fast_batch"), "headway.startup")
 _HOME |= dict.fromkeys(("Activity", "Run", "compile_cache", "current"), "headway.run")
 

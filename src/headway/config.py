@@ -1,4 +1,4 @@
-"""Settings from the environment, read once, at the edge."""
+"""Settings from the environment: all there are, and an error for a name that is none of them."""
 
 import os
 from collections.abc import Mapping

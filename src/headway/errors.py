@@ -1,11 +1,20 @@
 """What headway raises, by whose fault it is.
 
 HeadwayError
-├── InputError        the caller's: a name, a flag, a file that cannot be used as given
-│   └── UnknownJob    no job of that name in this home
-└── PlatformError     the machine's: a folder that cannot be written, a tool that does not answer
+├── InputError            the caller's: a name, a flag, a file that cannot be used as given
+│   ├── UnknownJob        no job of that name in this home
+│   ├── Taken             checkpoint: another job writes to this folder
+│   └── NotCommitted      publish: the checkpoint is not whole, or not yet
+├── PlatformError         the machine's: a folder that cannot be written, a tool that does not answer
+├── StageError            startup: a stage failed; what it raised is the cause
+├── SaveFailed            checkpoint: it could not be made durable
+├── BadCheckpoint         checkpoint: it is not what was saved
+├── Elsewhere             checkpoint: another rank could not do its part
+└── Refused               compile: a segment of the cache that is not touched
+    └── Damaged           … because it is not as it was written
 
-Nothing here is raised into a training loop: inside a job, headway degrades and says so once.
+What measures raises nothing into a training loop: it degrades, and says so once. A save that fails does the same, until
+too many in a row have.
 """
 
 from collections.abc import Iterable

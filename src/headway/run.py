@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from headway.paths import JobPaths, folder_name, is_network, private_folder
 if TYPE_CHECKING:
     from headway.compile.session import Session as CompileSession
     from headway.launch.notice import Listener, Notice
+    from headway.publish.request import Publish
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -58,6 +60,16 @@ def join_unasked(began_ns: int, waited: bool = False) -> "Run":
     with _lock:
         if _current is None:
             _current = _join(began_ns=began_ns, unasked=True, waited=waited)
+        return _current
+
+
+def join_as_publisher() -> "Run":
+    """The run of a process that publishes what its job has trained."""
+    global _current
+    with _lock:
+        if _current is None:
+            _current = _join(role="publisher")
+        _current.becomes("publisher")
         return _current
 
 
@@ -151,13 +163,15 @@ class Run:
         self.leaving: list[Callable[[], None]] = []
         """Called before the journal ends."""
         self._process = process
-        self._finished = self._left = False
+        self.has_finished = self._left = False
         self.status: int | None = None
         """The exit status, where that is known before the end."""
         self._listener: Listener | None = None
         self._stop: Notice | None = None
         self._at_stop: list[Callable[[int], object]] = []
         self._obeyed = False
+        self.anchors: Callable[[], dict[str, Any] | None] | None = None
+        """Saves what is to be published, on all ranks; the first one learns where it is."""
         self.compiles: CompileSession | None = None
         """What this process does about its compile cache."""
         self.watches_compiles = False
@@ -208,17 +222,48 @@ class Run:
         """A checkpoint is loaded, and training goes on with step `step`."""
         self.recorder.record(Restored(t_ns=self.recorder.now_ns(), step=int(step), path=clean_text(os.fspath(path))))
 
-    def finish(self) -> None:
+    def finish(self, publish: "str | Publish | None" = None) -> None:
         """The work is done: what this process still does is shutting down.
+
+        With `publish`, a recipe or a `headway.Publish`, the state of this run's `Checkpointer` (the last one made) is
+        saved and kept, and somebody else publishes it: call it on all ranks.
 
         After a stop on notice it is not done. Then this waits for the other ranks to save and, under Slurm, puts the
         job back into the queue; where nobody does that, it leaves the process with exit code 75.
         """
-        self._finished = True
         self.recorder.steps_meter.settle()
+        if publish is not None and self.stop is None:
+            self._hand_over(publish)
+        self.has_finished = True
         self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), category=self._stopped_by()))
         if code := self._obey():
             raise SystemExit(code)
+
+    def _hand_over(self, publish: "str | Publish") -> None:
+        """Has the model published by somebody else. The checkpoint is safe before anything is asked of them."""
+        from headway.publish.anchor import Code
+        from headway.publish.hand_over import hand_over
+        from headway.publish.request import Publish
+
+        began = time.perf_counter()
+        what = publish if isinstance(publish, Publish) else Publish(publish)
+        if self.anchors is None:
+            raise InputError(
+                "there is nothing to publish: this run has no headway.Checkpointer. Make one, or save by yourself and "
+                "call `headway publish submit FOLDER --recipe RECIPE`."
+            )
+        code = Code(Path(sys.argv[0]).absolute().parent) if self.rank == 0 else None
+        anchor = self.anchors()
+        if anchor is None:  # not the first rank
+            return
+        with self.span(Activity.PUBLISH):
+            told = hand_over(what, self._process, _settings().home_folder, code, **anchor)
+        where = told.pop("where", "")
+        _say(
+            told["why"]
+            or f"{told['checkpoint']} is published by {where}. To see how far that is: headway publish status"
+        )
+        self.mark(Told.ANCHOR, **told, seconds=time.perf_counter() - began)
 
     @property
     def skip_checkpoints(self) -> int:
@@ -309,6 +354,8 @@ class Run:
     def becomes(self, role: str, rank: int | None = None, world_size: int | None = None) -> None:
         """This process turns out to be something else than it seemed, or to have another rank."""
         old = self._process
+        if old.role == "publisher":  # whatever a recipe imports and calls
+            return
         rank = old.rank if rank is None else rank
         new = replace(old, role=role, rank=rank, world_size=max(world_size or old.world_size, rank + 1))
         if new != old:
@@ -341,7 +388,7 @@ class Run:
                 self.recorder.mark("leaving", problem=clean_text(f"{type(problem).__name__}: {problem}"))
                 _say(f"the last records could not be written ({type(problem).__name__}: {problem}).")
         error, stopped_by = getattr(sys, "last_value", None), self._stopped_by()
-        if error is not None or self._finished or self.status is not None or not is_child():
+        if error is not None or self.has_finished or self.status is not None or not is_child():
             text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None
             text = text or (f"exit status {self.status}" if self.status and not stopped_by else None)
             self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text, category=stopped_by))
@@ -354,13 +401,14 @@ class Run:
 
 
 def _join(
-    environ: Mapping[str, str] = os.environ, began_ns: int | None = None, unasked: bool = False, waited: bool = False
-) -> Run:
+    environ: Mapping[str, str] = os.environ, began_ns: int | None = None, unasked: bool = False, waited: bool = False,
+    role: str = "rank",
+) -> Run:  # fmt: skip
     clock, settings = Clock(), _settings(environ)
     job = job_name(environ, settings.job)
     if shares_no_id(environ, settings.job):
         _say("several nodes, and no id they share: each process is a job of its own. Set HEADWAY_JOB, or --rdzv-id.")
-    process = describe(environ, job, clock, node=settings.node, attempt=settings.attempt)
+    process = describe(environ, job, clock, node=settings.node, attempt=settings.attempt, role=role)
     if unasked:
         process = _seen_from_outside(process, environ, began_ns or process.t_ns)
         if waited:
@@ -373,7 +421,7 @@ def _join(
     run = Run(Recorder(writer, clock), process)
     run.recorder.record(process)
     atexit.register(run._leave)
-    if process.rank == 0:
+    if process.rank == 0 and role == "rank":
         _ask_platform(run, settings, environ)
     return run
 

@@ -101,8 +101,8 @@ class Storage(ABC):
     def remove_folder(self, folder: str, first: str = "") -> None:
         """Deletes a folder, and one file of it first: so that what a crash leaves behind never loads."""
 
-    def chunks(self, name: str) -> Iterator[memoryview]:
-        """A file's bytes, in one buffer that is used over and over."""
+    def chunks(self, name: str, progress: Progress | None = None) -> Iterator[memoryview]:
+        """A file's bytes, in one buffer that is used over and over; those count as done when more are asked for."""
         size = self.size(name)
         buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))
         for offset in range(0, size, CHUNK_BYTES):
@@ -110,14 +110,14 @@ class Storage(ABC):
             if self.read_into(name, offset, buffer[:wanted]) < wanted:
                 raise OSError(errno.EIO, f"ends before its {size} bytes: someone shortens it", f"{self.url}/{name}")
             yield buffer[:wanted]
+            if progress:
+                progress(wanted)
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
         """The hash of a file."""
         hasher = xxhash.xxh3_128()
-        for chunk in self.chunks(name):
+        for chunk in self.chunks(name, progress):
             hasher.update(chunk)
-            if progress:
-                progress(len(chunk))
         return hasher.hexdigest()
 
     def fetch(self, name: str, to: Path) -> str:
@@ -157,7 +157,7 @@ class LocalFolder(Storage):
         """Puts a large file into place, past the page cache where that is possible; its hash."""
         hasher = xxhash.xxh3_128()
         with self._new_file(name) as file, ThreadPoolExecutor(1, "headway-hash") as threads:
-            _reserve(file, size)
+            reserve(file, size)
             output = _Output(file)
             for chunk in _sliced(chunks, CHUNK_BYTES):
                 hashed = threads.submit(hasher.update, chunk)
@@ -186,7 +186,7 @@ class LocalFolder(Storage):
         if path.is_dir():
             if first:
                 (path / first).unlink(missing_ok=True)
-            _sync_folder(path)
+            sync(path)
             shutil.rmtree(path, onerror=_unless_gone)
 
     def _path(self, name: str) -> Path:
@@ -212,7 +212,7 @@ class LocalFolder(Storage):
             with contextlib.suppress(OSError):
                 part.unlink()
             raise
-        _sync_folder(path.parent)
+        sync(path.parent)
 
     def _make(self, folder: Path) -> None:
         """Creates a folder, and makes it and those above it safe: whoever created them may have died before."""
@@ -222,7 +222,7 @@ class LocalFolder(Storage):
         for each in chain:
             if each in missing or (each.is_relative_to(self.root) and each not in self._safe):
                 with contextlib.suppress(PermissionError):  # above the root, one may pass through and not look
-                    _sync_folder(each.parent)
+                    sync(each.parent)
                 self._safe.add(each)
 
 
@@ -263,7 +263,7 @@ class _Output:
         return wanted
 
 
-def _reserve(file: int, size: int) -> None:
+def reserve(file: int, size: int) -> None:
     """Takes the room on the disk, so that a full one is found out before the first byte.
 
     The system call itself: where a file system has none, libc's `posix_fallocate` writes zeros all over the file.
@@ -276,8 +276,9 @@ def _reserve(file: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Makes a file's content safe, or the names in a folder."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     except OSError as error:

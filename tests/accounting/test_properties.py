@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headway.accounting.attempts import Instant
 from headway.accounting.ledger import JobAccounts, Ledger
+from headway.accounting.publishing import Publication
 from headway.accounting.rollup import roll_up
 from headway.events.journal import HEADER, HEADER_BYTES, MAGIC, Cell, Follower, frame
 from headway.events.vocabulary import (
@@ -18,6 +19,7 @@ from headway.events.vocabulary import (
     Activity,
     Dropped,
     LoopBegin,
+    Mark,
     Name,
     Period,
     Process,
@@ -30,6 +32,7 @@ from headway.events.vocabulary import (
     SpanBegin,
     SpanEnd,
     StepRun,
+    Told,
     encode,
 )
 from headway.testing import Story
@@ -42,7 +45,9 @@ NOW = Instant("a", 100 * SECOND, 5_000 * SECOND)
 moments = st.integers(2 * SECOND, 90 * SECOND) | st.integers(2, 90).map(lambda s: s * SECOND)
 steps = st.integers(0, 30)
 paths = st.sampled_from(("", "", "a.pt", "b.pt"))
-roles = st.sampled_from(("rank", "rank", "rank", "process", "launcher", "supervisor"))
+roles = st.sampled_from(("rank", "rank", "rank", "process", "launcher", "supervisor", "publisher"))
+ids = st.sampled_from(("", "x", "y"))
+outcomes = st.sampled_from(("running", "published", "rejected", "failed", 7, None))
 
 
 @st.composite
@@ -95,6 +100,13 @@ def records(draw: st.DrawFn) -> list[Record]:
             source=st.just("s"),
         ),
         st.builds(Dropped, t_ns=moments, count=st.integers(1, 5)),
+        st.builds(Mark, t_ns=moments, name=st.just(Told.ANCHOR), attrs=st.fixed_dictionaries({"id": ids})),
+        st.builds(
+            Mark,
+            t_ns=moments,
+            name=st.just(Told.PUBLISHED),
+            attrs=st.fixed_dictionaries({"id": ids, "outcome": outcomes, "accelerators": st.sampled_from((4, "x"))}),
+        ),
     )
     body = draw(st.lists(some, max_size=14))
     if draw(st.booleans()):
@@ -145,13 +157,37 @@ def check(ledger: Ledger) -> None:
         assert min(ledger.rank_sums(rank).values(), default=0) >= 0
     assert sum(ledger.times_to_recover_ns) == sum(ns for (b, _), ns in ledger.sums.items() if b.startswith("recover."))
     assert min(ledger.steps.values()) >= 0
+    for each in ledger.publications:
+        drawn_pieces = each.pieces()
+        assert all(begin < end for begin, end, _ in drawn_pieces)
+        assert all(a[1] <= b[0] for a, b in pairwise(drawn_pieces)), "no time is drawn twice"
+        assert sum(end - begin for begin, end, _ in drawn_pieces) <= each.took_ns
+
+
+def the_job(ledger: Ledger) -> object:
+    return ledger.sums, ledger.failures, ledger.steps, ledger.state, [a.wall_ns for a in ledger.attempts]
+
+
+def pieces(publication: Publication) -> list[tuple[int, int, str]]:
+    """Begin, length and span."""
+    return [(begin, end - begin, what) for begin, end, what in publication.pieces()]
 
 
 def told(ledger: Ledger | None) -> object:
     if ledger is None:
         return None
     ranks = {rank: ledger.rank_sums(rank) for rank in ledger.ranks}
-    return ledger.sums, ranks, ledger.failures, ledger.steps, ledger.times_to_recover_ns, len(ledger.attempts)
+    publications = [
+        (
+            each.id,
+            each.outcome,
+            each.saved_ns,
+            len(each.tries),
+            [(b - ledger.begin_ns, e, w) for b, e, w in pieces(each)],
+        )
+        for each in ledger.publications
+    ]
+    return the_job(ledger), ranks, ledger.times_to_recover_ns, publications
 
 
 def shift(record: Record, ns: int, wall_ns: int) -> Record:
@@ -175,6 +211,19 @@ def test_the_parts_of_any_journal_sum_to_the_whole_and_none_is_negative(job: Job
     ledger = account(job)
     if ledger is not None:
         check(ledger)
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs)
+def test_a_job_is_the_same_with_and_without_its_publishers(job: Job) -> None:
+    def is_publisher(told: list[Record]) -> bool:
+        return [record.role for record in told if isinstance(record, Process)][-1] == "publisher"
+
+    trainers = [(told if not is_publisher(told) else [], cell, alive) for told, cell, alive in job]
+    with_them, without = account(job), account(trainers)
+    assert (with_them and the_job(with_them)) == (without and the_job(without))
+    assert (with_them and with_them.notes) == (without and without.notes)
+    assert without is None or all(not each.tries for each in without.publications)
 
 
 @settings(max_examples=150, deadline=None)

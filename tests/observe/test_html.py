@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from headway.accounting.ledger import Ledger
 from headway.accounting.rules import Bucket
 from headway.observe.html import page, timeline
-from headway.observe.palette import COLOURS, GROUP_COLOURS, LABELS, group
+from headway.observe.palette import COLOURS, GROUP_COLOURS, LABELS, PUBLISHING, group
 from headway.observe.summary import summary
 from headway.testing import Story
 
@@ -74,9 +74,9 @@ def test_every_bucket_has_a_colour_and_a_label_of_its_own() -> None:
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in (*COLOURS.values(), *GROUP_COLOURS.values()))
 
 
-@pytest.mark.parametrize("bucket", Bucket)
-def test_colour_stands_out_from_white_and_from_black(bucket: Bucket) -> None:
-    luminance = sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear(COLOURS[bucket]), strict=True))
+@pytest.mark.parametrize("colour", [*COLOURS.values(), PUBLISHING])
+def test_colour_stands_out_from_white_and_from_black(colour: str) -> None:
+    luminance = sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
     assert 1.05 / (luminance + 0.05) > 2
     assert (luminance + 0.05) / 0.05 > 2
 
@@ -84,7 +84,7 @@ def test_colour_stands_out_from_white_and_from_black(bucket: Bucket) -> None:
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_training_looks_like_nothing_else_and_groups_differ_to_colour_blind_eyes(sight: str) -> None:
     effective = COLOURS[Bucket.TRAINING_EFFECTIVE]
-    others = [colour for colour in COLOURS.values() if colour != effective]
+    others = [colour for colour in (*COLOURS.values(), PUBLISHING) if colour != effective]
     assert min(distance(effective, other, SIGHTS[sight]) for other in others) > 0.07
     pairs = itertools.combinations(GROUP_COLOURS.values(), 2)
     assert min(distance(a, b, SIGHTS[sight]) for a, b in pairs) > 0.07
@@ -101,6 +101,46 @@ def test_timeline_covers_every_ranks_wall_time_without_a_gap(tmp_path: Path) -> 
     for _, flat in data["rows"]:
         assert sum(flat[::2]) == data["wall"] == ledger.wall_ns // 1000
         assert 0 not in flat[1::2]
+
+
+def published(home: Path, start: float) -> Ledger:
+    """A job of 100 s that hands over; two tries, of 10 and 30 s, with 10 s in between."""
+    story = Story(home)
+    for rank in range(2):
+        process = story.rank(rank, 2, node="node-0").steps(100, each=1).saved(100)
+        (process if rank else process.handed_over("x", 100)).finished()
+    story.publisher(start=start, node="cpu-7").span(HOSTILE, 8).wait(2).killed(seen=True)
+    last = story.publisher(start=start + 20, node="cpu-7").span("weights", 10).span("package", 20)
+    last.published("x", version=HOSTILE, accelerators=16, device="cuda").finished()
+    return story.ledger()
+
+
+def test_a_publisher_has_a_row_of_its_own_and_the_axis_reaches_to_its_end(tmp_path: Path) -> None:
+    data, cut = timeline(published(tmp_path, start=105))
+    assert not cut
+    assert data["wall"] == 155 * 10**6
+    assert [sum(flat[::2]) for _, flat, *_ in data["rows"]] == [100 * 10**6, 100 * 10**6, 155 * 10**6]
+    name, flat, about = data["rows"][-1]
+    assert (name, about) == ("publish", "on cpu-7, no part of the job's time")
+    kinds = [data["keys"][kind] for kind in flat[1::2]]
+    assert [(key[1], key[2]) for key in kinds] == [
+        ("", ""), ("", HOSTILE), ("", ""), ("", ""), ("", "weights"), ("", "package")
+    ]  # fmt: skip
+    assert [key[0] for key in kinds] == ["", "publishing", "publishing", "", "publishing", "publishing"]
+    assert [took / 10**6 for took in flat[::2]] == [105, 8, 2, 10, 10, 20]
+
+
+@pytest.mark.parametrize(("start", "drawn_s"), [(170, 30), (5000, 0)])
+def test_what_is_published_long_after_the_job_is_cut_off_and_that_is_said(
+    tmp_path: Path, start: float, drawn_s: float
+) -> None:
+    data, cut = timeline(published(tmp_path, start))
+    assert data["wall"] == 200 * 10**6
+    flat = data["rows"][-1][1]
+    assert sum(took for took, kind in zip(flat[::2], flat[1::2], strict=True) if kind) == pytest.approx(
+        (drawn_s - 10 * (drawn_s > 0)) * 10**6
+    )
+    assert cut == "What was published later than the timeline reaches is told above, and not drawn."
 
 
 def test_timeline_that_is_too_fine_is_made_coarser_and_says_so(tmp_path: Path) -> None:
@@ -241,6 +281,36 @@ def test_timeline_tells_bucket_time_rank_and_attempt(tmp_path: Path, opened: Cal
         assert title.startswith(LABELS[Bucket(bucket)])
         assert (rank, in_attempt, key) == ("rank 1 on node-0", attempt, bucket)
         assert time.startswith(took)
+
+
+@needs_chromium
+def test_timeline_tells_what_a_publisher_did_and_the_page_what_it_spared(
+    tmp_path: Path, opened: Callable[[str], Page]
+) -> None:
+    ledger = published(tmp_path, start=105)
+    tab = opened(page(ledger, summary(ledger)))
+    shown = HOSTILE.replace("\n", " ")
+    line = f"published {shown} off the accelerators in 40.0 s, 2 tries: 0.18 accelerator-hours saved (16 × 40.0 s)"
+    assert tab.locator(".publications li").inner_text() == line
+    assert tab.locator("#range").inner_text().endswith("ranks 0 to 1 and publishing")
+    for at_s, title in (
+        (109, f"publishing: {HOSTILE}"),
+        (114, "publishing"),
+        (120, "nobody published"),
+        (145, "publishing: package"),
+    ):
+        point_at(tab, ledger, at_s / 1.55, 2, 3)
+        assert tip(tab)[0] == title
+        assert tip(tab)[2] == "on cpu-7, no part of the job's time"
+    point_at(tab, ledger, 50 / 1.55, 1, 3)
+    assert tip(tab)[2:] == ["rank 1 on node-0", "attempt 0 (ended)", "training.effective"]
+    point_at(tab, ledger, 140 / 1.55, 1, 3)
+    assert tab.locator("#tip").is_hidden()
+    tab.focus("#gantt")
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
+        tab.keyboard.press(key)
+    assert "no part of the job's time" in tab.locator("#said").inner_text()
+    assert tab.evaluate("window.pwned") is None
 
 
 @needs_chromium

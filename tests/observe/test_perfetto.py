@@ -164,3 +164,29 @@ def test_rank_without_a_journal_is_drawn_as_unattributed(tmp_path: Path) -> None
     assert stretch.key == ("unattributed", "")
     assert stretch.end_ns - stretch.begin_ns == ledger.wall_ns
     assert "rank 1 (no journal)" in names(events_of(ledger), "process_name").values()
+
+
+def test_each_publication_is_a_process_of_its_own_beside_the_ranks(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    for number in range(2):
+        story.rank(number, 2).steps(10, each=1).handed_over("x", 10).finished()
+    story.publisher(start=20, node="cpu-7").span("weights", 3).killed(seen=True)
+    last = story.publisher(start=30, node="cpu-8").span("weights", 4).published("x", version="v1")
+    last.finished()
+    story.publisher(start=50, node=HOSTILE).published("y", step=20).finished()
+    ledger = story.ledger()
+    events = events_of(ledger)
+    processes = names(events, "process_name")
+    assert list(processes.values())[-2:] == ["publisher of step 10 (cpu-7, cpu-8)", f"publisher of step 20 ({HOSTILE})"]
+    pid = next(pid for (pid, _), name in processes.items() if "cpu-7" in name)
+    assert pid not in (*ledger.ranks, 2)
+    slices = [
+        (e["name"], ns(e["ts"]) // 10**9, ns(e["dur"]) // 10**9) for e in events if e["pid"] == pid and e["ph"] == "X"
+    ]
+    assert slices == [("try 1", 20, 3), ("try 2 (published)", 30, 4), ("weights", 20, 3), ("weights", 30, 4)]
+    assert [e["args"]["version"] for e in events if e["pid"] == pid and e["ph"] == "i"] == ["v1"]
+    threads, pids = names(events, "thread_name"), {pid for pid, _ in processes}
+    assert len({tid for _, tid in threads}) == len(threads)
+    assert not {tid for _, tid in threads} & pids
+    for rank in ledger.ranks:
+        assert sum(ns(e["dur"]) for e in bucket_slices(events, rank)) == ledger.wall_ns

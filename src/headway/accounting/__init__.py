@@ -12,6 +12,7 @@ same records give the same ledger everywhere.
     view       one rank in one attempt: its timeline, put into buckets
     rollup     a finished process's timeline in a kilobyte
     waterfall  how ranks started together: the critical path, and what more could overlap
+    publishing what others published of the job, and what that spared it
     ledger     ranks, attempts and the job, from the pieces and the rules
     advice     fixes, ranked by the points each would give back
 

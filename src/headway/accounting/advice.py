@@ -15,6 +15,9 @@ from headway.events.vocabulary import Activity, Saved, Told
 LEAST_POINTS = 0.5
 """Fixes that would give back less are not worth reading."""
 
+LONG_TEARDOWN_NS = 30 * 10**9
+"""Processes take seconds to leave. One that takes longer after its last step still does something."""
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -93,7 +96,23 @@ def _cached(ledger: Ledger) -> str:
     return f"its bundle was used{saved}; this is what was left"
 
 
+def _waited(ledger: Ledger) -> str:
+    """How many ranks sat through it."""
+    ranks = ledger.attempts[-1].attempt.world_size
+    return f"{ranks} ranks waited" if ranks > 1 else ""
+
+
+def _left_to_do(ledger: Ledger) -> str:
+    """What a long end without a word may hold, and who else could do it."""
+    unnamed = ledger.buckets[Bucket.SHUTDOWN_TEARDOWN] > LONG_TEARDOWN_NS and not ledger.publications
+    return f"if it still exports, validates or uploads, hand that over with {_HAND_OVER}" if unnamed else ""
+
+
 _INIT = (Bucket.START_TRAINER_INIT, Bucket.RECOVER_TRAINER_INIT)
+
+_HAND_OVER = 'run.finish(publish="recipe.py:publish")'
+
+_PUBLISH_ELSEWHERE = f"{_HAND_OVER}; or, from a checkpoint of any job, headway publish submit CHECKPOINT"
 
 _SUPERVISE = "headway run, with torchrun's options, in place of torchrun"
 
@@ -146,8 +165,8 @@ _REMEDIES = (
         (Bucket.RECOVER_CHECKPOINT_RESTORE,),
     ),
     _Remedy(
-        "import less before the first step",
-        "python -X importtime train.py 2> imports.txt",
+        "have imports done before they are needed",
+        "headway run --fast-start imports ahead what the program imported the last time",
         _INIT,
         Activity.IMPORTS,
         _slow_imports,
@@ -184,14 +203,16 @@ _REMEDIES = (
         (Bucket.WASTE_UNSAVED_STEPS,),
     ),
     _Remedy(
-        "export and publish on a CPU machine, from the last checkpoint",
-        "save, run.finish(), then submit the export as a job of its own",
+        "publish off the accelerators, from the last checkpoint",
+        _PUBLISH_ELSEWHERE,
         (Bucket.SHUTDOWN_PUBLISH,),
+        detail=_waited,
     ),
     _Remedy(
         "leave as soon as the work is done",
         "torch.distributed.destroy_process_group(); run.finish()",
         (Bucket.SHUTDOWN_TEARDOWN,),
+        detail=_left_to_do,
     ),
     _Remedy(
         "say what the job does between its loops",
@@ -205,7 +226,10 @@ def advise(ledger: Ledger) -> list[Advice]:
     """Fixes for this job, the one that gives back most first."""
     members = (member for account in ledger.attempts for member in account.attempt.members.values())
     supervised = any(member.process.attempt is not None for member in members)
-    found = [_bound(ledger, remedy) for remedy in _REMEDIES if not (supervised and remedy.fix == _SUPERVISE)]
+    has = {_SUPERVISE} if supervised else set()
+    if any(publication.handover_s is not None for publication in ledger.publications):
+        has.add(_PUBLISH_ELSEWHERE)
+    found = [_bound(ledger, remedy) for remedy in _REMEDIES if remedy.fix not in has]
     found += [_checkpoint_interval(ledger), _hidden_import(ledger), _serial_start(ledger), _more_overlap(ledger)]
     worth = [advice for advice in found if advice is not None and advice.points >= LEAST_POINTS]
     return sorted(worth, key=lambda advice: -advice.points)
@@ -247,7 +271,7 @@ def _hidden_import(ledger: Ledger) -> Advice | None:
         f"import torch._dynamo while something else is waited for: the first optimizer imports it ({took[0][1]:.1f} s)",
         points_back(ledger, _INIT, seconds * 1e9),
         seconds,
-        'threading.Thread(target=__import__, args=["torch._dynamo"]).start(), before init_process_group and the data',
+        "headway run has it imported before a worker starts",
         str(_INIT[took[0][0] > 0]),
     )
 

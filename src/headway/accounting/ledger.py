@@ -12,6 +12,7 @@ from typing import Any
 
 from headway.accounting.attempts import CLOCK_TOLERANCE_NS, Attempt, Gap, Instant, gather_attempts
 from headway.accounting.members import Member
+from headway.accounting.publishing import Axis, Publication, is_publisher, publications
 from headway.accounting.rollup import Load, restore
 from headway.accounting.rules import OTHER, Bucket, Key, Lineage, StallRule, label_steps
 from headway.accounting.timeline import Piece, Timeline
@@ -72,28 +73,33 @@ class JobAccounts:
 
         `alive` names the processes that live, `lost` those that lived when their node was heard of for the last time.
         """
-        attempts = gather_attempts(self._timelines, now, alive, lost)
+        trainers = {name: each for name, each in self._timelines.items() if not is_publisher(each)}
+        attempts = gather_attempts(trainers, now, alive, lost)
         if not attempts:
             return None
         last = attempts[-1]
         lineage = label_steps(
             [stint for attempt in attempts for stint in attempt.stints], ended=not last.alive, failed=last.failed
         )
-        return _Assembly(attempts, lineage, self._launcher_pieces(attempts)).ledger(self._notes(attempts))
+        axis = Axis({m.process.boot: m.offset_ns for a in attempts for m in a.members.values()}, now)
+        notes = self._notes(attempts, trainers.values())
+        ledger = _Assembly(attempts, lineage, self._launcher_pieces(trainers.values(), axis)).ledger(notes)
+        ledger.publications = publications(self._timelines, axis, alive, last.world_size)
+        return ledger
 
-    def _launcher_pieces(self, attempts: list[Attempt]) -> list[Piece]:
+    @staticmethod
+    def _launcher_pieces(timelines: Iterable[Timeline], axis: Axis) -> list[Piece]:
         """What supervisors recorded of launching and recovering, on the job's time axis."""
-        offsets = {m.process.boot: m.offset_ns for a in attempts for m in a.members.values()}
         pieces = []
-        for timeline in self._timelines.values():
+        for timeline in timelines:
             if timeline.process is not None and timeline.process.role == "supervisor":
-                offset = offsets.get(timeline.process.boot, timeline.process.wall_ns - timeline.process.t_ns)
+                offset = axis.offset(timeline.process)
                 for piece in timeline.look(timeline.last_ns, False).tail:
                     if piece.what and piece.what not in STAGES:
                         pieces.append(Piece(piece.begin_ns + offset, piece.end_ns + offset, piece.what))
         return sorted(pieces)
 
-    def _notes(self, attempts: list[Attempt]) -> list[str]:
+    def _notes(self, attempts: list[Attempt], timelines: Collection[Timeline]) -> list[str]:
         notes = list(self._problems)
         if attempts[0].trains_unseen:
             notes.append(_UNSEEN)
@@ -124,18 +130,19 @@ class JobAccounts:
             notes.append(_UNTRAINED)
         if attempts[0].scheduled is None:
             notes.append("scheduling and hardware setup unknown: no scheduler's timestamps (see HEADWAY_ELIGIBLE)")
-        notes += self._told()
-        lost = sum(timeline.dropped for timeline in self._timelines.values())
+        notes += self._told(timelines)
+        lost = sum(timeline.dropped for timeline in timelines)
         if lost:
             notes.append(f"{lost} records are missing: the disk was full. Steps are complete, spans may not be")
         return notes
 
-    def _told(self) -> list[str]:
+    @staticmethod
+    def _told(timelines: Iterable[Timeline]) -> list[str]:
         """What hooks said of themselves, each thing once, whichever rank said it."""
         notes: dict[str, None] = {}
         devices: dict[str, int] = {}
         cached: dict[str, str] = {}
-        for timeline in self._timelines.values():
+        for timeline in timelines:
             for mark in timeline.marks:
                 if mark.name == Told.HOOK_OFF:
                     text = f"the hook on {mark.attrs.get('hook')} was switched off ({mark.attrs.get('error')})"
@@ -302,6 +309,8 @@ class Ledger:
     steps: dict[Bucket, float]
     notes: list[str] = field(default_factory=list)
     """What is missing or was assumed."""
+    publications: list[Publication] = field(default_factory=list)
+    """What others published of it: none of its own time."""
 
     @property
     def begin_ns(self) -> int:
@@ -315,7 +324,7 @@ class Ledger:
 
     @property
     def state(self) -> str:
-        """`running`, `failed`, or `ended`."""
+        """`running`, `failed`, `stopped` on notice with its work saved, or `ended`."""
         return self.attempts[-1].outcome
 
     @property

@@ -28,7 +28,7 @@ from headway.events.vocabulary import (
     Told,
 )
 
-VERSION = 4
+VERSION = 5
 """Changes with anything that changes what a fold gives. Another version's roll-ups are not used."""
 
 MOST_POINTS = 512
@@ -40,7 +40,9 @@ _WHAT: dict[str, str] = {NOTHING: NOTHING} | {str(what): what for what in (*Acti
 _CHECKPOINTS: dict[str, type[Saved] | type[Restored]] = {"s": Saved, "r": Restored}
 
 
-_TOLD = (Told.HOOK_OFF, Told.ASYNCHRONOUS_DEVICE, Told.DECISION, Told.COMPILE_CACHE)
+_TOLD = (
+    Told.HOOK_OFF, Told.ASYNCHRONOUS_DEVICE, Told.DECISION, Told.COMPILE_CACHE, Told.ANCHOR, Told.PUBLISHED
+)  # fmt: skip
 """Marks that a report speaks of whichever rank they are of; for others the records are folded."""
 
 

@@ -9,7 +9,6 @@ Typical use::
 """
 
 import errno
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,10 +58,10 @@ class Checkpoint:
 
 def checkpoints(storage: Storage) -> list[Checkpoint]:
     """All of a root, the oldest first. Reads commit markers and manifests, and no shard."""
-    pins = set(storage.names(PINS))
+    pins = storage.names(PINS)
     names = [name for name in storage.names() if not name.startswith(".") and name != LATEST]
     with ThreadPoolExecutor(_AT_ONCE, "headway-catalog") as threads:
-        found = threads.map(lambda name: _look(storage, name, name in pins), names)
+        found = threads.map(lambda name: _look(storage, name, _is_pinned(name, pins)), names)
         return sorted(filter(None, found), key=lambda each: (each.tag, each.step or 0, each.name))
 
 
@@ -73,12 +72,17 @@ def newest(storage: Storage) -> Checkpoint | None:
 
 def find(storage: Storage, name: str) -> Checkpoint:
     """The one of that name; InputError if there is none."""
-    found = _look(storage, name, name in storage.names(PINS)) if name in storage.names() else None
+    found = _look(storage, name, _is_pinned(name, storage.names(PINS))) if name in storage.names() else None
     if found is None:
         raise InputError(
             f"there is no checkpoint {name} in {storage.url}. `headway checkpoint ls` lists those there are."
         )
     return found
+
+
+def _is_pinned(name: str, pins: list[str]) -> bool:
+    """Whether one is kept for good, or until it is published."""
+    return any(pin == name or pin.startswith(f"{name}@") for pin in pins)
 
 
 def _look(storage: Storage, name: str, pinned: bool) -> Checkpoint | None:
@@ -207,8 +211,11 @@ def pin(storage: Storage, name: str) -> None:
 
 
 def unpin(storage: Storage, name: str) -> None:
-    """It may be pruned again."""
-    storage.remove(f"{PINS}/{name}")
+    """It may be pruned again, also if it was to be published."""
+    others = {*storage.names()} - {name}  # one that is called name@something has a pin of its own
+    for pin in storage.names(PINS):
+        if _is_pinned(name, [pin]) and pin not in others:
+            storage.remove(f"{PINS}/{pin}")
 
 
 def prune(storage: Storage, retention: Retention, *, dry_run: bool = False) -> list[Checkpoint]:
@@ -288,7 +295,7 @@ def _copy_file(source: Storage, path: str, target: Storage, shard: Shard | None,
         if progress:
             progress(shard.bytes)
         return
-    digest = target.upload(path, _counted(source, path, progress), source.size(path))
+    digest = target.upload(path, source.chunks(path, progress), source.size(path))
     if shard and digest != shard.xxh3:
         target.remove(path)
         _check(f"{source.url}/{path}", digest, shard)
@@ -300,10 +307,3 @@ def _check(path: str, digest: str, shard: Shard) -> None:
             f"{path} is not as it was saved: its hash is {digest}, not {shard.xxh3}. The checkpoint was not copied. "
             "Take an older one, or this one from another place."
         )
-
-
-def _counted(source: Storage, path: str, progress: Progress | None) -> Iterator[memoryview]:
-    for chunk in source.chunks(path):
-        yield chunk
-        if progress:
-            progress(len(chunk))

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -107,7 +108,7 @@ class Checkpointer:
         )  # fmt: skip
         self._ranks = self._writer.ranks
         self._history = History(self._writer.storage, self._writer.former, first=self._ranks.is_first)
-        self._saves_itself, self._saved_step = interval is not None, 0
+        self._saves_itself, self._saved_step, self._saved_tag = interval is not None, 0, ""
         self._schedule: Schedule = schedule(interval, self._ranks.highest, self._ranks.is_first)
         self.step = 0
         """Training goes on with this one."""
@@ -116,6 +117,7 @@ class Checkpointer:
         self._closed = self._is_prepared = False
         self._forget_stop = self._run.on_stop(self._stop)
         self._run.leaving.insert(0, self._leave)
+        self._run.anchors = self.anchor
         if self._writer.problem and self._ranks.is_first:
             self._count_failure(self._writer.problem)
 
@@ -173,7 +175,7 @@ class Checkpointer:
         if save is not None and save.told.get("died"):
             raise SaveFailed(f"the checkpoint of step {step} was not saved: {save.failure}, each time.")
         if save is not None and durable:
-            self._saved_step = step
+            self._saved_step, self._saved_tag = step, save.tag
         return save
 
     def _attempt(self, do: Callable[[], Any]) -> Any:
@@ -202,6 +204,40 @@ class Checkpointer:
     def _stop(self, step: int) -> None:
         """The job has to stop: what it did must not be lost."""
         self._attempt(lambda: self.save(step, wait=True))
+
+    def anchor(self) -> dict[str, Any] | None:
+        """Saves what was not saved yet, and waits until it is committed. Call it on all ranks, after the last step; the
+        first one learns which checkpoint it is, and how far its loader had got."""
+        if not self._closed:
+            self._save_unsaved()
+        if not self._ranks.is_first:
+            return None
+        url, name = self._writer.storage.url, step_folder(max(self.step, self._saved_step))
+        if not self._is_committed(name):
+            why = self._failure or "this Checkpointer is closed, and had not saved it"
+            raise SaveFailed(f"there is nothing to publish: {url}/{name} was not saved ({why}).")
+        place = self.loader.state_dict() if self.loader is not None else {}
+        data = {key: place[key] for key in ("epoch", "batches", "batch_size") if isinstance(place.get(key), int)}
+        return {"root": url, "checkpoint": name, "data": data}
+
+    def _save_unsaved(self) -> None:
+        """Saves on all ranks what was trained since the last save, as far as that is known: where nobody calls `after`,
+        always."""
+        if self._ranks.size > 1 and not dist.is_initialized():
+            raise InputError(
+                "the last step cannot be saved once torch's destroy_process_group was called. Finish first."
+            )
+        self.wait(DEADLINE_S)
+        is_told = self.step >= self._saved_step
+        step = self.step if is_told else max(self._saved_step, self._run.recorder.steps_meter.upcoming)
+        if not self._ranks.of_first(lambda: is_told and self._is_committed(step_folder(step))):
+            self.save(step, wait=True)
+
+    def _is_committed(self, name: str) -> bool:
+        """Whether what is stored there is what was saved or restored here: an earlier run may have left something."""
+        storage = self._writer.storage
+        found = catalog.find(storage, name) if name in storage.names() else None
+        return found is not None and found.state == "committed" and found.tag == self._saved_tag
 
     # --- what becomes of saves ---
 
@@ -279,6 +315,7 @@ class Checkpointer:
         self._schedule.failures(**self._history.failures())
         if restored is not None:
             self.step = self._saved_step = restored.step
+            self._saved_tag = restored.tag
             self._run.checkpoint_restored(restored.step, f"{self._writer.storage.url}/{restored.folder}")
             self._run.mark(Told.CHECKPOINT_RESTORED, **asdict(restored))
         return restored

@@ -13,6 +13,7 @@
         owner.json               which job writes here
         history.json             how often it has failed
         pins/step-00000100       this one is never pruned
+        pins/step-00000100@<id>  nor this one, until it is published; the manifest of an anchor
 """
 
 import json
@@ -118,13 +119,13 @@ class Manifest:
 
     def to_json(self) -> str:
         told = {"version": VERSION} | asdict(self)
-        return json.dumps(told | {"crc32": _checksum(told)}, indent=1, sort_keys=True)
+        return json.dumps(told | {"crc32": checksum(told)}, indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str | bytes) -> "Manifest":
         try:
             told: dict[str, Any] = json.loads(text)
-            if told.pop("crc32") != _checksum(told):
+            if told.pop("crc32") != checksum(told):
                 raise InputError("this manifest of a checkpoint is damaged: it does not have its own checksum.")
             if told.pop("version") > VERSION:
                 raise InputError("the manifest of this checkpoint is from a newer headway. Use that one to read it.")
@@ -140,7 +141,8 @@ class Manifest:
         return sum(shard.bytes for shard in self.files.values())
 
 
-def _checksum(told: Mapping[str, Any]) -> int:
+def checksum(told: Mapping[str, Any]) -> int:
+    """What a manifest has as its `crc32`: of all else that it says."""
     return zlib.crc32(json.dumps(told, sort_keys=True).encode())
 
 

@@ -23,6 +23,7 @@ VERBS = {
     "cache": "headway.cli.cache:cache",
     "compile": "headway.cli.compile:compile_",
     "startup": "headway.cli.startup:startup",
+    "publish": "headway.cli.publish:publish",
 }
 """Where each verb is. One is loaded when it is called: `exec` stands before a job, and must not take its time."""
 

@@ -4,6 +4,7 @@ On Linux the monotonic clock is one per boot, so all processes of one boot share
 clock; `boot` names that axis.
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -31,8 +32,24 @@ class Clock:
 
 def start_ticks(pid: int) -> int | None:
     """The process's start in kernel ticks since boot: with the pid, it names a process for ever."""
+    told = _stat(pid)
+    return int(told[19]) if told else None
+
+
+def living_ticks(pid: int) -> int | None:
+    """The same of a process that has not ended; None also if its parent has not looked yet."""
+    told = _stat(pid)
+    return int(told[19]) if told and told[0] not in (b"Z", b"X") else None
+
+
+def pid_space() -> str:
+    """Where numbers of processes mean the same: another one after a reboot, and in another container."""
+    return f"{Clock().boot()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What the kernel tells of a process, after its name; nothing if it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return None
-    return int(stat.rpartition(b")")[2].split()[19])
+        return []

@@ -5,8 +5,12 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.events.vocabulary import Scheduled
+
+if TYPE_CHECKING:
+    from subprocess import CompletedProcess
 
 TIMEOUT_S = 10.0
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -52,18 +56,29 @@ def _moment_ns(text: str) -> int:
 
 
 def _ask_slurm(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    import subprocess  # slow to import, like what asks Kubernetes: only where it is needed, beside training
-
     # scontrol prints local time without a zone; asked for UTC, it prints that.
     env = {**environ, "TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
-    command = ["scontrol", "--oneliner", "show", "job", environ["SLURM_JOB_ID"]]
+    done = scontrol(env, TIMEOUT_S, "--oneliner", "show", "job", environ["SLURM_JOB_ID"])
+    return parse_slurm(done.stdout) if done is not None and done.returncode == 0 else None
+
+
+def scontrol(environ: Mapping[str, str], timeout_s: float, *words: str) -> "CompletedProcess[str] | None":
+    """What Slurm's own command answers; None if there is none, or it does not answer in time."""
+    import subprocess  # slow to import, like what asks Kubernetes: only where it is needed, beside training
+
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, env=env, check=True
-        )
+        return subprocess.run(
+            ["scontrol", *words], stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
+            timeout=timeout_s, env=environ,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    return parse_slurm(done.stdout.decode("utf-8", "replace"))
+
+
+def slurm_fields(text: str) -> dict[str, str]:
+    """The fields of the first record that `scontrol --oneliner` printed, each as it was told first: commands and
+    comments, which may look like fields, come last."""
+    return dict(reversed(re.findall(r"(?:^|\s)(\w+)=(\S*)", text.partition("\n")[0])))
 
 
 def parse_slurm(text: str) -> tuple[int, int] | None:

@@ -57,7 +57,7 @@ class Activity(StrEnum):
 
 
 class Told(StrEnum):
-    """Names of marks that somebody reads: what hooks found out about a program that says nothing itself."""
+    """Names of the marks that headway makes itself, and what each tells."""
 
     IMPORTS = "imports"
     """`seconds`: how long packages took to import, each with all that it imported."""
@@ -107,6 +107,13 @@ class Told(StrEnum):
     `modules` (seconds and file of each) and `sources` (the program's own files)."""
     SHARDING_PLAN = "sharding_plan"
     """`outcome`, `why`, `seconds`, `key`: where the plan of a sharded model came from."""
+    ANCHOR = "anchor"
+    """`id`, `step`, `checkpoint`, `recipe`, `to`, `runner`, `submitted`, `why`, `seconds`: a trainer handed over a
+    checkpoint to be published, whether somebody took it and if not why, and how long that took, its save included."""
+    PUBLISHED = "published"
+    """`id`, `outcome`, `version`, `why`, `seconds`, `steps`, `accelerators`, `device`, `step`, `recipe`: what became of
+    it. A publisher says `running` as it begins, then `published`, `rejected` or `failed`; nothing if it is killed.
+    `accelerators` and `device` are the trainer's."""
 
 
 KNOWN_NAMES = {activity.value: number for number, activity in enumerate(Activity, 1)}

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -19,11 +20,13 @@ from typing import Any
 
 from headway.accounting.ledger import Ledger
 from headway.accounting.rules import Bucket, Key
-from headway.observe.palette import COLOURS, GROUP_COLOURS, LABELS, group, who_failed
+from headway.observe.palette import COLOURS, GROUP_COLOURS, LABELS, PUBLISHING, group, who_failed
 from headway.observe.perfetto import Stretch, attempt_title, moments, rank_stretches
-from headway.observe.terminal import duration, overlap
+from headway.observe.terminal import duration, overlap, publication_line
 
 Report = dict[str, Any]
+Drawn = tuple[int, int, tuple[str, str]]
+"""Begin and end of a piece, and its bucket and stage; of what is published, no bucket and the step."""
 
 _PAGE, _CSS, _JS = (
     files("headway.observe").joinpath("page", f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
@@ -34,6 +37,7 @@ MOST_PIECES = 200_000
 MOST_RANKS = 8192
 MOST_MARKS = 2000
 MOST_STARTUPS = 8
+MOST_PUBLISHERS = 8
 MOST_LINES = 200
 """Attempts and notes that are listed."""
 
@@ -55,6 +59,7 @@ def page(ledger: Ledger, report: Report) -> str:
         "facts": _facts(report),
         "bar": _bar(report["ledger"], report["wall_s"], focusable=True),
         "groups": _groups(report),
+        "publications": _publications(report["publications"]),
         "cut": _note(cut) if cut else "",
         "advice": _advice(report["advice"]),
         "stages": _stages(report["stages"]),
@@ -83,31 +88,61 @@ def timeline(ledger: Ledger, most_pieces: int = MOST_PIECES) -> tuple[dict[str, 
     marks = found[:: len(found) // MOST_MARKS + 1]
     if len(marks) < len(found):
         left_out.append(f"{len(marks)} of {len(found)} checkpoints and failures are marked")
-    keys: dict[Key, int] = {}
+    keys: dict[tuple[str, str], int] = {}
 
     def us(t_ns: int) -> int:
         return round((t_ns - ledger.begin_ns) / 1000)
 
-    def flat(stretches: list[Stretch]) -> list[int]:
+    def flat(pieces: Iterable[Drawn]) -> list[int]:
         """Durations and kinds in turn; kind 0 is time the rank was no part of."""
         at, line = 0, []
-        for stretch in stretches:
-            begin, end = us(stretch.begin_ns), us(stretch.end_ns)
+        for begin_ns, end_ns, key in pieces:
+            begin, end = us(begin_ns), us(end_ns)
             line += [begin - at, 0] if begin > at else []
-            line += [end - begin, keys.setdefault(stretch.key, len(keys) + 1)]
+            line += [end - begin, keys.setdefault(key, len(keys) + 1)]
             at = end
         return line
 
+    drawn: list[list[Any]] = [[rank, flat(stretch[1:] for stretch in row)] for rank, row in rows.items()]
+    axis_ns, publishers, later = _publishers(ledger)
+    drawn += [["publish", flat(pieces), about] for about, pieces in publishers]
     data = {
-        "wall": us(ledger.begin_ns + ledger.wall_ns),
-        "rows": [[rank, flat(stretches)] for rank, stretches in rows.items()],
-        "keys": [["", "", "", ""], *([LABELS[key], key, stage, COLOURS[key]] for key, stage in keys)],
+        "wall": us(ledger.begin_ns + axis_ns),
+        "rows": drawn,
+        "keys": [["", "", "", ""], *([_label(key), key, about, _colour(key)] for key, about in keys)],
         "attempts": [
             [us(a.attempt.begin_ns), us(a.attempt.end_ns), attempt_title(a), a.outcome] for a in ledger.attempts
         ],
         "marks": [[us(moment.t_ns), moment.what, moment.text] for moment in marks],
     }
-    return data, f"To keep this file small, {'; '.join(left_out)}. All numbers are exact." if left_out else ""
+    small = f"To keep this file small, {'; '.join(left_out)}. All numbers are exact." if left_out else ""
+    return data, " ".join(filter(None, (small, later)))
+
+
+def _publishers(ledger: Ledger) -> tuple[int, list[tuple[str, list[Drawn]]], str]:
+    """How long the axis has to be for all that was published, and of each its pieces; at most twice the job's time,
+    which would be a speck otherwise, and then what to say of the rest."""
+    begun = [each for each in ledger.publications if each.tries][-MOST_PUBLISHERS:]
+    axis_ns = max([ledger.wall_ns, *((each.end_ns or 0) - ledger.begin_ns for each in begun)])
+    end_ns = ledger.begin_ns + min(axis_ns, 2 * ledger.wall_ns)
+    rows = []
+    for each in begun:
+        pieces: list[Drawn] = [
+            (max(begin, ledger.begin_ns), min(end, end_ns), ("", name))
+            for begin, end, name in each.pieces()
+            if begin < end_ns and end > ledger.begin_ns
+        ]
+        rows.append((f"on {each.tries[-1].node}, no part of the job's time", pieces))
+    later = "What was published later than the timeline reaches is told above, and not drawn."
+    return end_ns - ledger.begin_ns, rows, later if axis_ns > 2 * ledger.wall_ns else ""
+
+
+def _label(key: str) -> str:
+    return LABELS[Bucket(key)] if key else "publishing"
+
+
+def _colour(key: str) -> str:
+    return COLOURS[Bucket(key)] if key else PUBLISHING
 
 
 def _merged(stretches: list[Stretch], finest_ns: int) -> list[Stretch]:
@@ -213,6 +248,12 @@ def _groups(report: Report) -> str:
     return "".join(columns)
 
 
+def _publications(told: list[dict[str, Any]]) -> str:
+    """What became of each publication, and what it spared the trainer."""
+    items = [f'<li class="{each["outcome"]}">{escape(publication_line(each))}</li>' for each in told[-MOST_LINES:]]
+    return f'<ul class="publications" style="--c:{PUBLISHING}">{"".join(items)}</ul>' if items else ""
+
+
 def _advice(advice: list[dict[str, Any]]) -> str:
     items = [
         f'<li style="--c:{COLOURS[Bucket(a["bucket"])]}" data-key="{escape(a["bucket"])}">'
@@ -297,6 +338,3 @@ def _notes(notes: list[str]) -> str:
     if len(notes) > MOST_LINES:
         items.append(f"<li>{len(notes) - MOST_LINES} more are in the JSON report</li>")
     return f'<section class="card notes"><h2>Notes</h2><ul>{"".join(items)}</ul></section>' if items else ""
-
-
-# --- the page ------------------------------------------------------------------------------------------------------

@@ -78,6 +78,10 @@ GROUP_COLOURS: dict[str, str] = {
 """By level-1 group, in the order of a job's life."""
 
 
+PUBLISHING = "#0c7c94"
+"""What others publish, beside the job: in no bucket of its."""
+
+
 def group(bucket: Bucket) -> str:
     """The level-1 group of a bucket: what stands before the dot."""
     return bucket.partition(".")[0]

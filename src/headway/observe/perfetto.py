@@ -1,8 +1,8 @@
 """A job as a Chrome trace: open it in ui.perfetto.dev or chrome://tracing.
 
 One process track for the job, with its attempts and what happened in them, then one for each rank: its time by bucket,
-and under it every span as it was recorded, thread by thread. Times are microseconds since the job began, to the
-nanosecond.
+and under it every span as it was recorded, thread by thread; last, one for each publication, whose time is no part of
+the job's. Times are microseconds since the job began, to the nanosecond.
 
 Typical use::
 
@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from headway.accounting.ledger import AttemptLedger, Ledger
+from headway.accounting.publishing import Publication
 from headway.accounting.rules import Bucket, Key
+from headway.accounting.timeline import Timeline
 from headway.observe.palette import group, who_failed
 
 Bar = tuple[str, int, int, int]
@@ -53,6 +55,8 @@ def trace(ledger: Ledger) -> dict[str, Any]:
     drawn.job()
     for rank in ledger.ranks:
         drawn.rank(rank)
+    for at, publication in enumerate(ledger.publications, 1):
+        drawn.publication(at, publication)
     about = {"job": ledger.job, "state": ledger.state, "begin_unix_ns": str(ledger.begin_ns)}
     return {"traceEvents": drawn.events, "displayTimeUnit": "ns", "otherData": about}
 
@@ -105,7 +109,8 @@ class _Drawing:
     def __init__(self, ledger: Ledger) -> None:
         self.events: list[dict[str, Any]] = []
         self._ledger = ledger
-        self._job_pid = self._next_tid = ledger.ranks[-1] + 1
+        self._job_pid = ledger.ranks[-1] + 1
+        self._next_tid = self._job_pid + len(ledger.publications) + bool(ledger.publications)
 
     def job(self) -> None:
         pid = self._job_pid
@@ -129,17 +134,35 @@ class _Drawing:
             name = f"{key} ({stage})" if stage else str(key)
             args = {"bucket": str(key), "stage": str(stage), "attempt": stretch.attempt}
             self._slice(rank, tid, name, stretch.begin_ns, stretch.end_ns, args, _CNAMES[group(key)])
-        for name, bars in _span_tracks(self._ledger, rank):
-            span_tid = self._thread(rank, name)
-            for what, _, begin, end in bars:
-                self._slice(rank, span_tid, what, begin, end, {})
+        attempts = self._ledger.attempts
+        self._spans(rank, [each.views[rank].bars() for each in attempts if rank in each.views])
         for attempt in self._ledger.attempts:
             if rank not in attempt.views:
                 continue
             member = attempt.views[rank].member
-            for mark in member.timeline.marks:
-                args = {str(key): str(value) for key, value in mark.attrs.items()}
-                self._instant(rank, tid, "p", mark.name, mark.t_ns + member.offset_ns, args)
+            self._marks(rank, tid, member.timeline, member.offset_ns)
+
+    def publication(self, at: int, publication: Publication) -> None:
+        pid, step = self._job_pid + at, "" if publication.step is None else f" of step {publication.step}"
+        nodes = ", ".join(dict.fromkeys(each.node for each in publication.tries))
+        self._name_process(pid, self._job_pid + at, f"publisher{step} ({nodes or 'not begun'})")
+        tid = self._thread(pid, "tries")
+        for number, each in enumerate(publication.tries, 1):
+            name = f"try {number}" if each is not publication.tries[-1] else f"try {number} ({publication.outcome})"
+            self._slice(pid, tid, name, each.begin_ns, each.end_ns, {"id": publication.id, "node": each.node})
+            self._marks(pid, tid, each.timeline, each.offset_ns)
+        self._spans(pid, [each.bars for each in publication.tries])
+
+    def _spans(self, pid: int, runs: list[list[Bar]]) -> None:
+        for name, bars in _span_tracks(runs):
+            tid = self._thread(pid, name)
+            for what, _, begin, end in bars:
+                self._slice(pid, tid, what, begin, end, {})
+
+    def _marks(self, pid: int, tid: int, timeline: Timeline, offset_ns: int) -> None:
+        for mark in timeline.marks:
+            args = {str(key): str(value) for key, value in mark.attrs.items()}
+            self._instant(pid, tid, "p", mark.name, mark.t_ns + offset_ns, args)
 
     def _name_process(self, pid: int, place: int, name: str) -> None:
         self._about(pid, self._next_tid, "process_name", {"name": name})
@@ -170,11 +193,11 @@ class _Drawing:
         return max(t_ns - self._ledger.begin_ns, 0)
 
 
-def _span_tracks(ledger: Ledger, rank: int) -> Iterable[tuple[str, list[Bar]]]:
-    """A rank's spans by recording thread. Each attempt's n-th thread shares a track with the n-th of the others."""
+def _span_tracks(runs: list[list[Bar]]) -> Iterable[tuple[str, list[Bar]]]:
+    """Spans by recording thread. Each run's n-th thread shares a track with the n-th of the others."""
     threads: list[list[Bar]] = []
-    for attempt in ledger.attempts:
-        bars = sorted(attempt.views[rank].bars(), key=lambda bar: bar[2]) if rank in attempt.views else []
+    for run in runs:
+        bars = sorted(run, key=lambda bar: bar[2])
         places = {thread: place for place, thread in enumerate(dict.fromkeys(bar[1] for bar in bars))}
         threads += [[] for _ in range(len(places) - len(threads))]
         for bar in bars:

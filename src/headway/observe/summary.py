@@ -4,6 +4,7 @@ from typing import Any
 
 from headway.accounting.advice import advise
 from headway.accounting.ledger import AttemptLedger, Ledger, by_bucket, by_stage, percent
+from headway.accounting.publishing import Publication
 from headway.accounting.rules import Bucket
 from headway.accounting.view import Sums
 from headway.accounting.waterfall import Leg, Row, Waterfall
@@ -45,6 +46,7 @@ def summary(
             "unsaved": round(steps[Bucket.WASTE_UNSAVED_STEPS], 3),
         },
         "slowest_rank": ledger.slowest_rank,
+        "publications": [_publication(ledger, each) for each in ledger.publications],
         "advice": [vars(advice) for advice in advise(ledger)],
         "notes": [*ledger.notes, *(note for each in ledger.slowest_starts for note in each.notes())],
     }
@@ -126,6 +128,19 @@ def _stage(row: Row, since_ns: int) -> dict[str, Any]:
         "cancelled": row.cancelled,
         "after": row.after or None,
         "last_rank": row.last_rank,
+    }
+
+
+def _publication(ledger: Ledger, publication: Publication) -> dict[str, Any]:
+    begin_ns = publication.begin_ns
+    told = ("id", "step", "recipe", "to", "runner", "submitted", "outcome", "version", "why", "handover_s", "steps")
+    return {key: getattr(publication, key) for key in told} | {
+        "tries": len(publication.tries),
+        "begin_s": None if begin_ns is None else seconds(begin_ns - ledger.begin_ns),
+        "seconds": seconds(publication.took_ns),
+        "accelerators": publication.accelerators,
+        "device": publication.device,
+        "saved_accelerator_s": seconds(publication.saved_ns),
     }
 
 

@@ -10,18 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.accounting.rules import Bucket
-from headway.observe.palette import COLOURS, LABELS, who_failed
+from headway.observe.palette import COLOURS, GROUP_COLOURS, LABELS, group, who_failed
 
 BAR_CELLS = 78
 MOST_ATTEMPTS = 4
 MOST_ADVICE = 3
 MOST_FAILURES = 2
 MOST_NOTES = 3
+MOST_PUBLICATIONS = 3
 MOST_STAGES = 16
 MOST_LEGS = 12
 STAGE_CELLS = 34
 """The width of a waterfall."""
-_GROUPS = ("start", "recover", "training", "waste", "shutdown", "unattributed")
+_PUBLICATION = {"published": "green", "running": "cyan", "waiting": "dim"}
 _STATE = {"running": "green", "ended": "cyan", "stopped": "yellow", "failed": "red"}
 
 
@@ -35,6 +36,8 @@ def render(report: dict[str, Any]) -> RenderableType:
         Text(),
         _groups(report),
     ]
+    if report["publications"]:
+        parts += [Text(), *_publications(report["publications"])]
     if report["startups"]:
         parts += [Text(), _waterfall(max(report["startups"], key=lambda startup: startup["wall_s"]))]
     parts += [Text(), _attempts(report)]
@@ -122,13 +125,13 @@ def _groups(report: dict[str, Any]) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column()
-    for group in _GROUPS:
-        parts = {key: s for key, s in report["ledger"].items() if key.partition(".")[0] == group}
+    for name in GROUP_COLOURS:
+        parts = {Bucket(key): s for key, s in report["ledger"].items() if group(Bucket(key)) == name}
         total = sum(parts.values())
         if total:
             share = f"{100 * total / (report['wall_s'] or 1):.1f}%"
-            detail = _parts((Bucket(key), s) for key, s in parts.items() if s)
-            table.add_row(Text(group, "bold"), duration(total), share, detail)
+            detail = _parts((bucket, s) for bucket, s in parts.items() if s)
+            table.add_row(Text(name, "bold"), duration(total), share, detail)
     stages = sorted(((name, s) for name, s in report["stages"].items() if s >= 0.0005), key=lambda item: -item[1])
     if stages:
         detail = Flow(_item(name, s) for name, s in stages)
@@ -247,6 +250,41 @@ def overlap(startup: dict[str, Any]) -> Text:
     if not startup["uncontended"]:
         line.append(" (HEADWAY_SERIAL=1 tells exactly)", "dim")
     return line
+
+
+def _publications(told: list[dict[str, Any]]) -> list[Text]:
+    """The last publications, each in a line."""
+    shown = told[-MOST_PUBLICATIONS:]
+    lines = [Text(publication_line(each), _PUBLICATION.get(each["outcome"], "red")) for each in shown]
+    if len(shown) < len(told):
+        lines.insert(0, Text(f"{len(told) - len(shown)} earlier publications in --json and --html", "dim"))
+    return lines
+
+
+def publication_line(told: dict[str, Any]) -> str:
+    """What became of a publication, and what it spared the trainer."""
+    what = "publishing" if told["step"] is None else f"publishing step {told['step']}"
+    took, why = duration(told["seconds"]), f": {plain(' '.join(told['why'].split()))}" if told["why"] else ""
+    tries = f", {told['tries']} tries" if told["tries"] > 1 else ""
+    match told["outcome"]:
+        case "published":
+            ranks = told["device"] == "cpu"
+            off, unit = ("trainer", "rank") if ranks else ("accelerators", "accelerator")
+            saved = f"{_unit_time(told['saved_accelerator_s'], unit)} saved ({told['accelerators']} × {took})"
+            return f"published {plain(told['version'])} off the {off} in {took}{tries}: {saved}"
+        case "running":
+            return f"{what}: under way for {took}{tries}"
+        case "waiting" if told["submitted"]:
+            return f"{what}: handed over to {plain(told['runner']) or 'a runner'}, and not begun yet"
+        case "waiting":
+            return f"{what}: not submitted{why}"
+        case "interrupted":
+            return f"{what} was interrupted after {took}{tries}: headway publish run {plain(told['id'])} goes on"
+    return f"{what}: {told['outcome']} after {took}{tries}{why}"
+
+
+def _unit_time(seconds: float, unit: str) -> str:
+    return f"{seconds / 3600:.2f} {unit}-hours" if seconds >= 360 else f"{seconds:.0f} {unit}-seconds"
 
 
 def _failures(report: dict[str, Any]) -> list[Text]:

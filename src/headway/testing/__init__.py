@@ -27,7 +27,7 @@ from headway.events.clock import Clock
 from headway.events.job import JobReader
 from headway.events.journal import Writer
 from headway.events.recorder import Recorder, Span
-from headway.events.vocabulary import Process, ProcessEnd, ProcessGone, Restored, Saved, Scheduled
+from headway.events.vocabulary import Process, ProcessEnd, ProcessGone, Restored, Saved, Scheduled, Told
 from headway.paths import JobPaths
 from headway.run import Run
 
@@ -100,6 +100,10 @@ class Story:
     def launcher(self, *, start: float = 0.0, **process: Any) -> "Rank":
         """The command that the job was started with begins."""
         return self.rank(start=start, role="launcher", **process)
+
+    def publisher(self, *, start: float, **process: Any) -> "Rank":
+        """A process begins that publishes what another has trained."""
+        return self.rank(start=start, role="publisher", **{"program": "headway.publish"} | process)
 
     def ledger(self, now: float | None = None, alive: tuple["Rank", ...] = (), lost: tuple["Rank", ...] = ()) -> Ledger:
         """The ledger `now` seconds into the story, with some processes still alive, and some lost with their node."""
@@ -182,6 +186,17 @@ class Rank:
     def restored(self, step: int | None, *, path: str = "", file: str = "") -> "Rank":
         """Training will go on at `step`; without one, at whichever the file that is loaded holds."""
         self.recorder.record(Restored(t_ns=self.clock.now_ns(), step=step, path=path, file=file))
+        return self
+
+    def handed_over(self, id: str, step: int, **told: Any) -> "Rank":
+        """A checkpoint is to be published by somebody else; other words are those of `Told.ANCHOR`."""
+        about = {"recipe": "safetensors", "runner": "local", "submitted": True, "seconds": 0.0} | told
+        self.recorder.mark(Told.ANCHOR, id=id, step=step, **about)
+        return self
+
+    def published(self, id: str, outcome: str = "published", **told: Any) -> "Rank":
+        """A publisher says what became of it; other words are those of `Told.PUBLISHED`."""
+        self.recorder.mark(Told.PUBLISHED, id=id, outcome=outcome, **told)
         return self
 
     def scheduled(self, eligible: float, allocated: float) -> "Rank":

@@ -54,11 +54,12 @@ function over(event) {
 }
 
 // --- timeline: what is in view
-const rows = D.rows.map(([rank, flat]) => {
+const rows = D.rows.map(([rank, flat, about]) => {  // with `about`: a publisher, beside the ranks
   const ends = new Float64Array(flat.length / 2), keys = new Uint16Array(flat.length / 2);
   for (let i = 0, t = 0; i < ends.length; i++) { ends[i] = t += flat[2 * i]; keys[i] = flat[2 * i + 1]; }
-  return { rank, ends, keys };
+  return { rank, ends, keys, about };
 });
+const trained = rows.filter((row) => !row.about).length;
 const nodes = new Map(D.ranks.map((r) => [r[0], D.nodes[r[1]]]));
 const canvas = $("gantt"), ctx = canvas.getContext("2d"), plot = { x: 0, y: 0, w: 1, h: 1, d: 1 };
 const LEFT = 52, TOP = 36, BOTTOM = 24, all = { t0: 0, t1: Math.max(D.wall, 1), r0: 0, r1: rows.length };
@@ -161,9 +162,9 @@ function drawAxes(W, bottom, high, last, fill) {
     ctx.fillRect(Math.round(X(t)), bottom, d, 4 * d);
     ctx.fillText(text, Math.max(plot.x + half, Math.min(X(t), W - half)), bottom + 15 * d);
   }
-  const [from, to] = [rows[Math.floor(view.r0)].rank, rows[last - 1].rank];
+  const [from, to] = [view.r0, last - 1].map((r) => rows[Math.min(Math.floor(r), trained - 1)].rank);
   $("range").textContent = `${clock(view.t0, step)} to ${clock(view.t1, step)}, ` +
-    (from === to ? `rank ${from}` : `ranks ${from} to ${to}`);
+    (from === to ? `rank ${from}` : `ranks ${from} to ${to}`) + (last > trained ? " and publishing" : "");
 }
 function drawEvents(W, bottom, fill) {
   const { d } = plot;
@@ -200,11 +201,14 @@ function drawEvents(W, bottom, fill) {
 function told(row, i, count) {  // what a piece is: title, lines, colour
   const begin = start(row, i), end = row.ends[i], fine = Math.max(Math.min((end - begin) / 2, 1e6), 1);
   const [label, bucket, stage, colour] = D.keys[row.keys[i]];
-  const lines = [`${duration((end - begin) / 1e6)}, from ${clock(begin, fine)} to ${clock(end, fine)}`,
-    `rank ${row.rank} on ${nodes.get(row.rank)}`, D.attempts.findLast((a) => a[0] <= (begin + end) / 2)[2]];
+  const lines = [`${duration((end - begin) / 1e6)}, from ${clock(begin, fine)} to ${clock(end, fine)}`];
+  if (row.about) lines.push(row.about);
+  else lines.push(`rank ${row.rank} on ${nodes.get(row.rank)}`,
+    D.attempts.findLast((a) => a[0] <= (begin + end) / 2)[2]);
   if (bucket) lines.push(bucket);
   if (count > 1) lines.push(`the longest of ${count} here: zoom in for the others`);
-  return [(label || "not part of this attempt") + (stage && `: ${stage.replaceAll("_", " ")}`), lines, colour];
+  const none = row.about ? "nobody published" : "not part of this attempt";
+  return [(label || none) + (stage && `: ${stage.replaceAll("_", " ")}`), lines, colour];
 }
 function spot(event) {
   const box = canvas.getBoundingClientRect();

@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -31,9 +31,11 @@ def outlive_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 
+_libc = ctypes.CDLL(None, use_errno=True)  # looked up here: after a fork, little may be done
+
+
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
@@ -48,19 +50,16 @@ def members(leaders: Collection[int]) -> list[int]:
     return found
 
 
-def send(number: int, leaders: Collection[int]) -> None:
-    """Sends a signal to every process of these sessions."""
-    for pid in members(leaders):
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def end(leaders: Collection[int], patience_s: float = 5.0) -> list[int]:
-    """Kills all that is in these sessions, also what they start meanwhile. Returns what cannot be killed: a process
-    that the kernel holds in a call to a device or a file system."""
+def end(
+    leaders: Collection[int], patience_s: float = 5.0, among: Callable[[int], bool] = lambda pid: True
+) -> list[int]:
+    """Kills all that is in these sessions, or those `among` it that are meant; also what they start meanwhile. Returns
+    what cannot be killed: a process that the kernel holds in a call to a device or a file system."""
     until = time.monotonic() + patience_s
-    while (alive := members(leaders)) and time.monotonic() < until:
-        send(signal.SIGKILL, leaders)
+    while (alive := list(filter(among, members(leaders)))) and time.monotonic() < until:
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
     return alive
 
@@ -74,8 +73,17 @@ def handles(pid: int, number: int) -> bool:
     return False
 
 
+def signal_name(number: int) -> str:
+    """A signal's name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"
+
+
 def work_done(leaders: Collection[int]) -> dict[int, tuple[int, int]]:
-    """What each of these sessions has done so far: kernel ticks of processor time, and bytes read and written."""
+    """What each of these sessions has done so far, with children that were waited for: kernel ticks of processor time,
+    and bytes read and written."""
     done = dict.fromkeys(leaders, (0, 0))
     for pid in members(leaders):
         with suppress(OSError, IndexError, ValueError):
@@ -84,7 +92,7 @@ def work_done(leaders: Collection[int]) -> dict[int, tuple[int, int]]:
             with open(f"/proc/{pid}/io", "rb") as file:
                 moved = sum(int(line.split()[1]) for line in file if line.startswith((b"rchar", b"wchar")))
             ticks, size = done[int(fields[3])]
-            done[int(fields[3])] = (ticks + int(fields[11]) + int(fields[12]), size + moved)
+            done[int(fields[3])] = (ticks + sum(map(int, fields[11:15])), size + moved)
     return done
 
 

@@ -1,0 +1,177 @@
+"""A trainer saves, hands over, and leaves; somebody else publishes what it has trained."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handing_over import SIZE, Model
+from publishing import Place
+from safetensors.torch import load_file
+
+from headway.checkpoint import catalog
+from headway.storage import open_storage
+
+TRAINER = Path(__file__).with_name("handing_over.py")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "place")
+
+
+def trained(place: Place, how: str = "", ranks: int = 1, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """The trainer's end."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if ranks == 1 else {}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, str(TRAINER), str(place.root), how], cwd=place.folder,
+        env=place.environ | {"HEADWAY_JOB": "ads"} | alone | environ, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+
+
+def published(place: Place) -> dict[str, Any]:
+    """The state of the request, when it has ended."""
+    until = time.monotonic() + 120
+    while (state := place.state())["phase"] not in ("published", "failed", "rejected"):
+        assert time.monotonic() < until, state
+        time.sleep(0.2)
+    return state
+
+
+def test_what_two_ranks_trained_is_published_by_a_process_of_its_own(place: Place) -> None:
+    done = trained(place, ranks=2)
+    assert done.returncode == 0, done.stderr
+    state = published(place)
+    assert state["phase"] == "published", state
+    (version,) = place.complete()
+    assert version.served
+    assert version.manifest
+    anchor = version.manifest.anchor
+    assert (anchor["job"], anchor["step"], anchor["world_size"], anchor["recipe"]) == ("ads", 10, 2, "safetensors")
+    assert (anchor["data"]["batches"], anchor["torch"]) == (10, torch.__version__.partition("+")[0]) or anchor["torch"]
+    weights = load_file(place.to / version.name / "weights" / "model.safetensors")
+    model = Model()
+    assert {name: value.shape for name, value in weights.items()} == {
+        name: value.shape for name, value in model.state_dict().items()
+    }
+    assert not any(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert not catalog.find(open_storage(place.root), "step-00000010").pinned
+    report = json.loads(headway(place, "report", "ads", "--json"))
+    (told,) = report["publications"]
+    assert (told["outcome"], told["version"]) == ("published", version.name)
+    assert report["attempts"][-1]["world_size"] == 2
+    assert len(report["attempts"]) == 1
+    assert "ads" in (place.to / version.name / "README.md").read_text()
+
+
+def headway(place: Place, *words: str) -> str:
+    command = [sys.executable, "-m", "headway", *words]
+    return subprocess.run(command, env=place.environ, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_closed_checkpointer_has_been_saved_already(place: Place) -> None:
+    done = trained(place, "closed")
+    assert done.returncode == 0, done.stderr
+    assert published(place)["phase"] == "published"
+    assert [each.step for each in catalog.checkpoints(open_storage(place.root))] == [10]
+
+
+def test_a_state_that_was_not_saved_is_an_error_of_the_trainers(place: Place) -> None:
+    done = trained(place, "never saved")
+    assert done.returncode != 0
+    assert "there is nothing to publish" in done.stderr
+    assert not (place.home / "publish").exists()
+
+
+def test_what_an_earlier_run_left_as_the_same_step_is_not_published(place: Place) -> None:
+    assert trained(place, SEED="1").returncode == 0
+    assert published(place)["phase"] == "published"
+    done = trained(place, "anew", SEED="2")
+    assert done.returncode == 0, done.stderr
+    assert published(place)["phase"] == "published", "a small model is as large as the one before"
+    first, second = weights_published(place)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def weights_published(place: Place) -> list[dict[str, torch.Tensor]]:
+    return [load_file(place.to / each.name / "weights" / "model.safetensors") for each in place.complete()]
+
+
+def test_who_only_saves_has_the_last_step_published(place: Place) -> None:
+    done = trained(place, "only saves")
+    assert done.returncode == 0, done.stderr
+    assert published(place)["phase"] == "published"
+    (version,) = place.complete()
+    assert version.step == 10
+    assert sorted(each.step for each in catalog.checkpoints(open_storage(place.root))) == [5, 10]
+
+
+def test_finishing_twice_is_finishing_once_and_a_job_that_is_not_measured_publishes_too(place: Place) -> None:
+    done = trained(place, "twice", HEADWAY_DISABLE="1")
+    assert done.returncode == 0, done.stderr
+    assert "not published yet" not in done.stderr
+    assert published(place)["phase"] == "published"
+    assert len(place.complete()) == 1
+    assert not (place.home / "jobs").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("one fails", "'NoneType' object is not callable"), ("destroyed", "Finish first")]
+)
+def test_what_cannot_be_saved_ends_all_ranks_with_the_reason(place: Place, how: str, told: str) -> None:
+    done = trained(place, how, ranks=2)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert not (place.home / "publish").exists()
+
+
+def test_without_a_checkpointer_it_says_what_to_do(place: Place) -> None:
+    done = trained(place, "without a checkpointer")
+    assert done.returncode != 0
+    assert "headway publish submit FOLDER --recipe RECIPE" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "environ", "told"),
+    [
+        ("no such recipe", {}, "there is no file"),
+        ("", {"SLURM_JOB_ID": "77"}, "--runner slurm"),
+        ("", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes"),
+    ],
+)
+def test_a_refusal_is_no_failure_of_the_training_and_the_anchor_is_kept(
+    place: Place, how: str, environ: dict[str, str], told: str
+) -> None:
+    done = trained(place, how, **environ)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stderr
+    assert "the model is not published yet" in done.stderr
+    assert catalog.find(open_storage(place.root), "step-00000010").pinned
+    state = place.state()
+    assert state["phase"] in ("waiting", "failed")
+    report = json.loads(headway(place, "report", "ads", "--json"))
+    assert report["publications"][0]["outcome"] == "waiting"
+    if not how:
+        assert place.run("run", state["id"]).returncode == 0
+        assert len(place.complete()) == 1
+
+
+def test_the_program_is_served_by_a_process_that_knows_neither_headway_nor_the_model(place: Place) -> None:
+    assert trained(place, "export").returncode == 0
+    state = published(place)
+    assert state["phase"] == "published", state
+    program = f"""
+import sys, torch
+folder = sys.argv[1]
+version = open(folder + "/latest").read()
+model = torch.export.load(f"{{folder}}/{{version}}/program/model.pt2").module()
+assert model(torch.ones(4, {SIZE})).shape == (4, 1)
+assert "headway" not in sys.modules and "handing_over" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program, str(place.to)], check=True, cwd="/", env=dict(os.environ))
