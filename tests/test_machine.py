@@ -109,3 +109,4 @@ def test_cores_are_what_every_cgroup_around_the_process_allows(
 def test_the_launcher_says_how_many_ranks_share_a_node(told: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
     assert ranks_here() == ranks
+    assert ranks_here(8) == (ranks if told == "4" else 8)

@@ -20,10 +20,10 @@ def cores(root: Path = ROOT) -> float:
     return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
 
 
-def ranks_here() -> int:
-    """How many ranks share this node, as far as the launcher says."""
+def ranks_here(otherwise: int = 1) -> int:
+    """How many ranks share this node, as the launcher says; where it says nothing, `otherwise`."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(told), 1) if told.isdecimal() else 1
+    return int(told) if told.isdecimal() and int(told) else otherwise
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:

@@ -18,7 +18,8 @@ def keepers(root: str | Path) -> list[int]:
 
 def keeper(root: str | Path) -> int:
     """The one keeper of a root, once it is up."""
-    [pid] = wait_for(lambda: keepers(root))
+    # A keeper that forks is two for a moment, until the child has become an uploader.
+    [pid] = wait_for(lambda: found if len(found := keepers(root)) == 1 else [])
     return int(pid)
 
 

@@ -24,6 +24,7 @@ from headway import Checkpointer
 from headway import run as run_module
 from headway.checkpoint import BadCheckpoint, SaveFailed, catalog, lease
 from headway.checkpoint.layout import LATEST, METADATA, OWNER
+from headway.events.clock import pid_space
 from headway.events.journal import Follower
 from headway.events.vocabulary import Mark
 from headway.run import Run
@@ -217,7 +218,7 @@ def test_a_disk_that_is_full_from_the_start_is_no_reason_not_to_begin(
 ) -> None:
     """Not even if the job before has left without a word: its name stays in the way until there is room."""
     with a_place("full", tmp_path) as (root, fault):
-        dead = lease.Owner(session="dead", job="another", node="here", boot=lease._boot(), pid=1 << 22, started=1)
+        dead = lease.Owner(session="dead", job="another", node="here", boot=pid_space(), pid=1 << 22, started=1)
         lease.claim(open_storage(root), dead)
         with contextlib.ExitStack() as stack:
             with fault():

@@ -554,7 +554,7 @@ def test_a_notice_saves_at_the_step_where_training_goes_on(root: Path, home: Pat
 
 
 def test_the_interval_that_was_chosen_is_told(root: Path, tmp_path: Path) -> None:
-    in_a_process(train_at_interval, tmp_path, str(root), "auto")
+    in_a_process(train_at_interval, tmp_path, str(root), "auto", 0.4)  # until it knows what saves take
     told = marks(tmp_path, "checkpoint_interval")
     assert told
     assert set(told[0]) == {"memory_s", "durable_s", "steps", "every", "wasted_percent", "why"}
@@ -568,9 +568,10 @@ def test_how_memory_is_used_is_said_once(root: Path, tmp_path: Path) -> None:
     assert said.count(f"headway: {text}") == 1
 
 
-def train_at_interval(root: str, interval: str | int) -> None:
+def train_at_interval(root: str, interval: str | int, step_s: float = 0.0) -> None:
     with headway.Checkpointer(root, model=nn.Linear(3, 3), interval=interval) as checkpointer:
         for step in range(30):
+            time.sleep(step_s)
             checkpointer.after(step)
 
 

@@ -13,6 +13,7 @@ from headway.checkpoint.interval import (
     DAY_S,
     FEWEST_STEPS,
     LONGEST_S,
+    PROCESS,
     Bounds,
     Costs,
     Rate,
@@ -22,6 +23,7 @@ from headway.checkpoint.interval import (
     tiers,
     two_tiers,
     waste,
+    weighed,
 )
 from headway.errors import InputError
 
@@ -165,12 +167,11 @@ def test_the_first_failures_outweigh_the_prior_and_a_calm_year_is_a_low_rate_but
     assert 0 < Rate().per_s(0, 365 * DAY_S) * DAY_S < 0.01
 
 
-def test_a_fleets_count_counts_as_two_failures_however_many_it_saw() -> None:
-    informed = Rate().informed_by(2000, 1000 * DAY_S)
-    assert informed.per_s() * DAY_S == pytest.approx(2, rel=0.25)
-    assert informed.per_s(20, 2 * DAY_S) * DAY_S == pytest.approx(8, rel=0.15)
-    assert Rate().informed_by(0, 0) == Rate()
-    assert Rate().informed_by(0, 1000 * DAY_S).per_s() < Rate().per_s()
+def test_a_storm_shows_with_its_first_failures_and_a_job_without_any_is_soon_taken_for_a_usual_one() -> None:
+    assert weighed(PROCESS, 2, 480) > 1 / 480 > 2 * PROCESS.per_s(2, 480)
+    assert weighed(PROCESS, 0, 3600) < 1.2 * PROCESS.per_s(0, 3600)
+    assert weighed(PROCESS, 3, 30 * DAY_S) == pytest.approx(PROCESS.per_s(3, 30 * DAY_S), rel=0.01)
+    assert weighed(PROCESS, 10_000, 100) == pytest.approx(10_000 / 400, rel=0.01)
 
 
 # --- the tuner -------------------------------------------------------------------------------------------------------
@@ -197,8 +198,7 @@ def test_the_schedule_is_the_optimum_in_steps() -> None:
 def test_a_change_is_told_once_and_with_what_moved() -> None:
     tuner = tuned()
     first = tuner.schedule()
-    assert tuner.changed is not None
-    assert (tuner.changed.old, tuner.changed.new) == (None, first)
+    assert tuner.changed == "the first"
     assert tuner.schedule() is first
     assert tuner.changed is None
     for _ in range(31):
@@ -207,9 +207,7 @@ def test_a_change_is_told_once_and_with_what_moved() -> None:
     for _ in range(31):
         tuner.observe_save(8.0)
     second = tuner.schedule()
-    assert tuner.changed is not None
-    assert (tuner.changed.old, tuner.changed.new) == (first, second)
-    assert tuner.changed.why == "blocking_s 2 → 8"
+    assert tuner.changed == "blocking_s 2 → 8"
     assert second.memory_steps > first.memory_steps
 
 

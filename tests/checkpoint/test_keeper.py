@@ -190,6 +190,14 @@ def test_after_a_crash_it_stays_for_a_while_and_then_leaves(root: Path, impatien
     wait_for(lambda: not is_alive(pid))
 
 
+def test_a_python_built_for_older_kernels_holds_memory_too(
+    root: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_KEEPER", f"import os; del os.pidfd_open; {link._KEEPER}")
+    dies(root)
+    assert len(memory_of_checkpoints(keeper(root))) == 1
+
+
 def test_a_run_that_comes_back_in_time_is_held_for_again(
     trainer: Callable[..., Trainer], root: Path, impatient: None
 ) -> None:

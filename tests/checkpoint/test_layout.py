@@ -89,7 +89,7 @@ def test_a_manifest_from_a_newer_headway_asks_for_that() -> None:
     told = json.loads(Manifest(tag="0" * 12, step=1, world_size=1, saved_ns=0, metadata=None).to_json())
     told |= {"version": layout.VERSION + 1}
     del told["crc32"]
-    told["crc32"] = layout._checksum(told)
+    told["crc32"] = layout.checksum(told)
     with pytest.raises(InputError, match="newer headway"):
         Manifest.from_json(json.dumps(told))
 

@@ -544,7 +544,7 @@ def test_on_as_many_ranks_there_is_nothing_to_note() -> None:
     assert new.note == ""
 
 
-def test_the_number_of_ranks_is_torchs_unless_the_sampler_knows_better() -> None:
+def test_the_number_of_ranks_is_torchs_unless_the_sampler_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -554,6 +554,8 @@ def test_the_number_of_ranks_is_torchs_unless_the_sampler_knows_better() -> None
     finally:
         dist.destroy_process_group()
     assert Resumable(DataLoader(Numbers())).state_dict()["world_size"] == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")  # before they have met
+    assert Resumable(DataLoader(Numbers())).state_dict()["world_size"] == 4
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

@@ -128,6 +128,13 @@ def test_auto_settles_where_uploads_do_not_queue(
     assert job.run(2000, inflation).queued - at_first <= 1, "one upload has ended when the next one begins"
 
 
+def test_auto_saves_within_seconds_to_find_out_what_that_takes_unless_nothing_stays_in_memory() -> None:
+    assert saves(schedule("auto", alone, True), steps=100, step_s=0.1)[:3] == pytest.approx([10, 30, 70], abs=4)
+    streaming = schedule("auto", alone, True)
+    streaming.without_memory()
+    assert not [step for step in saves(streaming, steps=100, step_s=0.1) if step * 0.1 <= 5.0]
+
+
 def test_auto_saves_less_often_when_saving_takes_longer_and_more_often_when_much_fails() -> None:
     def count(block_s: float, failures: int) -> int:
         made = Timed(alone, True)
@@ -136,6 +143,17 @@ def test_auto_saves_less_often_when_saving_takes_longer_and_more_often_when_much
 
     assert count(0.5, 10) > count(20.0, 10)
     assert count(5.0, 100) > count(5.0, 1)
+
+
+def test_how_long_a_machine_has_been_up_is_no_time_without_failures() -> None:
+    def saved(now: float) -> list[int]:
+        made = Timed(alone, True)
+        made.failures(process=5, node=0, over_s=600.0)  # as at a restore, before the first step
+        job = Job(made, 0.1, 0.01)
+        job._now = now
+        return job.run(1000).saved
+
+    assert saved(0.0) == saved(1e7)
 
 
 def test_auto_says_what_it_chose_and_again_when_that_changes_but_not_in_between() -> None:

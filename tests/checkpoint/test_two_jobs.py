@@ -22,6 +22,7 @@ from headway.checkpoint import SaveFailed, lease, link
 from headway.checkpoint.layout import LATEST, OWNER
 from headway.checkpoint.lease import STALE_S, Owner, Taken, claim, holder, holds, release
 from headway.errors import InputError
+from headway.events.clock import living_ticks
 from headway.storage import Storage, open_storage
 
 S = 10**9
@@ -170,7 +171,7 @@ def test_who_was_taken_over_from_does_not_go_on_when_the_other_has_left(storage:
 
 def test_a_process_that_ended_is_dead_even_if_nobody_has_looked_at_it(storage: Storage) -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
-        held = replace(owner("first", pid=process.pid), started=lease._started(process.pid) or 0)
+        held = replace(owner("first", pid=process.pid), started=living_ticks(process.pid) or 0)
         claim(storage, held)
         assert not held.is_dead()
         with pytest.raises(Taken):

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from headway.errors import InputError, PlatformError
+from headway.events.scheduler import slurm_fields
 from headway.launch.notice import Board, Listener, Notice, Poller, source_of
-from headway.launch.slurm import job_id, parse, reason_of, requeue, requeuing_framework
+from headway.launch.slurm import job_id, reason_of, requeue, requeuing_framework
 
 # --- the board -----------------------------------------------------------------------------------------------------
 
@@ -25,10 +26,11 @@ def test_ranks_see_what_the_supervisor_posts_and_it_sees_who_listens_and_who_sto
     assert mine.notice is None
     assert (theirs.listeners, theirs.stopped) == (set(), set())
     mine.listen(0)
-    mine.listen(2)
+    mine.listen(2, alone=True)
+    assert theirs.deaf == {2}
     assert (theirs.listeners, theirs.stopped) == ({0, 2}, set())
-    theirs.post("preempted", 1234, 99)
-    assert mine.notice == Notice("preempted", 1234, 99)
+    theirs.post("preempted", 99)
+    assert mine.notice == Notice("preempted", 99)
     mine.has_stopped(2)
     assert (theirs.listeners, theirs.stopped) == ({0, 2}, {2})
 
@@ -60,15 +62,12 @@ def test_what_is_no_board_is_refused(tmp_path: Path, content: bytes | None) -> N
         Board.open(tmp_path / "board")
 
 
-def test_a_board_that_names_a_step_stops_ranks_before_that_one(tmp_path: Path) -> None:
-    board, done, due = Board.create(tmp_path / "board", 1), [10], []
-    listener = Listener(lambda: done[-1], board)
+def test_what_a_board_tells_is_due_at_the_next_edge_of_a_rank_that_is_alone(tmp_path: Path) -> None:
+    board = Board.create(tmp_path / "board", 1)
+    listener = Listener(lambda: 10, board)
     assert not listener.is_due()
     board.post("preempted", 12)
-    for step in (10, 11, 12, 13):
-        done.append(step)
-        due.append(listener.is_due())
-    assert due == [False, False, True, True]
+    assert listener.is_due()
     assert listener.notice == Notice("preempted", 12)
 
 
@@ -217,13 +216,13 @@ CANCELLED_IN_GRACE = CANCELLED.replace("PreemptTime=None", "PreemptTime=17948067
     ],
 )
 def test_slurms_record_of_a_job_tells_why_it_was_signalled(record: str, told: str, reason: str) -> None:
-    assert reason_of(parse(record), 0, told) == reason
+    assert reason_of(slurm_fields(record), 0, told) == reason
 
 
 def test_a_restart_of_earlier_is_no_preemption_of_now() -> None:
     record = CANCELLED.replace("Restarts=0", "Restarts=2")
-    assert reason_of(parse(record), 2, "sigterm") == "cancelled"
-    assert reason_of(parse(record), 1, "sigterm") == "preempted"
+    assert reason_of(slurm_fields(record), 2, "sigterm") == "cancelled"
+    assert reason_of(slurm_fields(record), 1, "sigterm") == "preempted"
 
 
 def test_a_task_of_an_array_is_known_by_its_place_in_it() -> None:

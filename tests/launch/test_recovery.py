@@ -149,6 +149,31 @@ def test_on_notice_all_ranks_save_at_the_same_step_and_the_next_run_goes_on_ther
     assert found["steps"] == {"new": 150, "repeated": 0, "unsaved": 0}
 
 
+OWN_HANDLER = """
+import os, signal, sys, time
+from pathlib import Path
+import headway
+
+run = headway.current()
+if len(sys.argv) > 1:
+    signal.signal(signal.SIGTERM, lambda *_: Path("handled").touch())
+run.on_stop(lambda step: Path("stopped").touch())
+for step, _ in run.steps(range(40)):
+    if step == 20 and run.rank == 1 and os.environ["HEADWAY_ATTEMPT"] == "0":
+        os._exit(1)
+    time.sleep(0.02)
+run.finish()
+"""
+
+
+@pytest.mark.parametrize("has_handler", [True, False])
+def test_before_a_restart_sigterm_is_for_handlers_of_the_programs_own(home: Path, has_handler: bool) -> None:
+    (home / "script.py").write_text(OWN_HANDLER)
+    code, _, err = run([*TWO, "script.py", *(["own"] if has_handler else [])], home)
+    assert code == 0, err
+    assert ((home / "handled").exists(), (home / "stopped").exists()) == (has_handler, has_handler)
+
+
 def test_a_notice_may_come_from_elsewhere(home: Path) -> None:
     (home / "polite.py").write_text(POLITE)
     process = start([*TWO, "polite.py"], home, HEADWAY_NOTICE=f"file:{home}/go", STEPS="2000")

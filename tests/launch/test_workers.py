@@ -555,3 +555,54 @@ def test_modules_of_the_working_directory_are_not_taken_for_the_script_s(folder:
         program = {"kind": "script", "argv": ["scripts/script.py"]}
         [told], _ = run_crew(folder, [program], ["torch", "sibling"], warm=warm, PYTHONPATH=str(folder / "lib"))
         assert (told["stdout"], told["stderr"], told["warm"]) == ("False\n", "", warm)
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+FINISHES = """
+import atexit, ctypes, logging.handlers, os, sys, threading, time, weakref
+import headway
+
+class Late:
+    def __del__(self):
+        os.write(1, b"taken down\\n")
+
+late = Late()
+file = open("unflushed.txt", "w")
+file.write("text")
+binary = open("unflushed.bin", "wb")
+binary.write(b"bytes")
+gone = weakref.proxy(type("Gone", (), {{}})())
+closed = open("closed.txt", "w")
+os.close(closed.fileno())
+logger = logging.getLogger()
+logger.addHandler(logging.handlers.MemoryHandler(1000, target=logging.FileHandler("log.txt")))
+logger.warning("logged")
+atexit.register(lambda: open("atexit.txt", "w").write("called"))
+atexit.register(lambda: 1 / 0)
+threading.Thread(target=lambda: (time.sleep(0.3), open("thread.txt", "w").write("joined"))).start()
+ctypes.CDLL(None).printf(b"from C\\n")
+sys.stdout = open(1, "w", closefd=False)
+print("from Python", end="")
+if {finishes}:
+    headway.current().finish()
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(("finishes", "code"), [(True, 0), (False, 0), (True, 3)])
+def test_a_program_that_says_it_is_done_leaves_at_once_and_leaves_nothing_undone(
+    folder: Path, finishes: bool, code: int
+) -> None:
+    (folder / "script.py").write_text(FINISHES.format(finishes=finishes, code=code))
+    programs = [{"kind": "script", "argv": ["script.py"], "environ": {"HEADWAY_DISABLE": "1"}}]
+    ((told,), _) = run_crew(folder, programs, ["torch"], PYTHONPATH=str(folder / "lib"))
+    assert told["code"] == code
+    assert ("taken down" in told["stdout"]) == (code != 0 or not finishes)
+    assert "from C" in told["stdout"]
+    assert "from Python" in told["stdout"]
+    assert "ZeroDivisionError" in told["stderr"]
+    for name, text in {"unflushed.txt": "text", "unflushed.bin": "bytes", "log.txt": "logged\n"}.items():
+        assert (folder / name).read_text() == text
+    assert (folder / "atexit.txt").read_text() == "called"
+    assert (folder / "thread.txt").read_text() == "joined"

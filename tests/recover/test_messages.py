@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from headway.recover import CATEGORIES, UNKNOWN, explain
+from headway.recover import CATEGORIES, UNKNOWN, Classifier
 from headway.recover.known import RULES
+
+explain = Classifier().explain
 
 LOGS = {
     "gpu_ecc_uncorrectable": [

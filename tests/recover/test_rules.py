@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from headway.errors import InputError
-from headway.recover import Action, Classifier, Evidence, Klass, Verdict, load_callable, load_rules
+from headway.recover import Classifier, Evidence, Verdict, load_rules
+from headway.recover.categories import Action, Klass
+from headway.recover.classify import load_callable
 from headway.recover.rules import needed_words
 
 OWN = """

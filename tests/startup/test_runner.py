@@ -294,6 +294,23 @@ def ordered() -> list[str]:
     return done
 
 
+def declared() -> list[str]:
+    begun: list[str] = []
+    setup = headway.Startup()
+    setup.stage(name="position", lane="io")(lambda: time.sleep(0.05))
+    setup.stage(name="loader", needs=["position"])(lambda: begun.append("loader"))
+    setup.stage(name="whole")(lambda: time.sleep(0.2))
+    setup.stage(name="model", lane="comm", computes=True, needs=["whole"])(lambda: begun.append("model"))
+    setup.stage(name="waits", computes=False, needs=["whole"])(lambda: time.sleep(0.05))
+    setup.stage(name="last", lane="io", computes=True, needs=["model"])(lambda: begun.append("last"))
+    setup.run()
+    return begun
+
+
+def test_of_stages_that_compute_those_of_the_main_thread_go_first_if_they_were_declared_first(tmp_path: Path) -> None:
+    assert outcome(declared, tmp_path) == ["loader", "model", "last"]
+
+
 def test_collectives_run_in_the_order_they_are_declared_in(tmp_path: Path) -> None:
     assert outcome(ordered, tmp_path) == ["first", "second"]
 

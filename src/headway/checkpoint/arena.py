@@ -163,9 +163,9 @@ class Arena:
                 break
         then(base, len(pages))
 
-    def wait_for_pages(self, timeout_s: float | None = None) -> None:
+    def wait_for_pages(self) -> None:
         if self._prefault is not None:
-            self._prefault.join(timeout_s)
+            self._prefault.join()
 
     def close(self) -> None:
         """Lets go of the memory, unless tensors still look at it: then it goes with the last of them."""

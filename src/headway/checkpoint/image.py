@@ -1,7 +1,8 @@
 """What a rank's checkpoint file looks like: where each tensor's bytes are, and what stands between them.
 
 A plan of torch's own planner becomes an image. All of it but the tensors' bytes and a few pickled values is made once;
-a save only copies. Parts of torch that are not public are touched in this file alone.
+a save only copies. Parts of torch that are not public are imported in this file alone; beyond that, `reader` knows how
+`torch.save` lays out a value, and `position` whether a loader is in use.
 """
 
 import inspect

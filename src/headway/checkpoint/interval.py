@@ -28,6 +28,9 @@ FEWEST_STEPS = 3
 GUESSES = {"blocking_s": 0.5, "inflation_s": 0.5, "upload_s": 10.0, "step_s": 1.0}
 """What counts until it is measured: as for a model of about a gigabyte."""
 
+FIRST_S, PROBES = 1.0, 3
+"""The first saves come after 1, 2 and 4 s, if they stay in memory: what one takes is better known than guessed."""
+
 TICK_S = 1e-4
 """Less is not told from nothing."""
 
@@ -75,15 +78,26 @@ class Rate:
         """The mean of the posterior after so many failures in so long."""
         return (self.prior_failures + failures) / (self.prior_s + over_s)
 
-    def informed_by(self, failures: float, over_s: float) -> "Rate":
-        """The prior with what jobs like this one saw, worth no more than two failures of this job's own."""
-        weight = min(1.0, 2 / failures) if failures else min(1.0, DAY_S / over_s) if over_s else 0.0
-        return Rate(prior_failures=self.prior_failures + weight * failures, prior_s=self.prior_s + weight * over_s)
+    def likelihood(self, failures: float, over_s: float) -> float:
+        """How well this prior foresaw so many failures in so long; a logarithm, to be compared with another's."""
+        after, prior = self.prior_failures + failures, self.prior_failures
+        odds = math.lgamma(after) - math.lgamma(prior)
+        return odds + prior * math.log(self.prior_s) - after * math.log(self.prior_s + over_s)
 
 
 PROCESS = Rate()
+STORM, STORMY = Rate(prior_failures=1, prior_s=300.0), 0.1
+"""One job in ten fails every few minutes. It shows soon: an hour's worth of prior would take an hour to outweigh."""
 NODE = Rate(prior_s=6 * HOUR_S)
 """Nodes fail less often than what runs on them."""
+
+
+def weighed(usual: Rate, failures: float, over_s: float) -> float:
+    """The rate of a job's processes: of the usual kind of job or of one in a storm, each as likely as what was seen
+    makes it."""
+    odds = STORM.likelihood(failures, over_s) - usual.likelihood(failures, over_s)
+    storm = STORMY / (1 - STORMY) * math.exp(min(odds, 500.0))
+    return (usual.per_s(failures, over_s) + storm * STORM.per_s(failures, over_s)) / (1 + storm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +161,10 @@ def waste(costs: Costs, failures_per_s: float, interval_s: float) -> Interval:
     )
 
 
-def curve(costs: Costs, failures_per_s: float, points: int = 61, widest: float = 6.0) -> list[Interval]:
-    """What intervals around the best one waste: evenly spaced by ratio, from a `widest`th of it to as many times."""
+def curve(costs: Costs, failures_per_s: float, points: int = 61) -> list[Interval]:
+    """What intervals around the best one waste: evenly spaced by ratio, from a sixth of it to six times it."""
     best = optimum(costs, failures_per_s).interval_s
-    ratios = (widest ** (2 * at / (points - 1) - 1) for at in range(points))
+    ratios = (6.0 ** (2 * at / (points - 1) - 1) for at in range(points))
     return [waste(costs, failures_per_s, best * ratio) for ratio in ratios]
 
 
@@ -223,29 +237,23 @@ class Schedule:
         return self.tiers.every
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A new schedule, for the journal."""
-
-    old: Schedule | None
-    new: Schedule
-    why: str
-    """The measurement that moved most since the old one."""
-
-
 class Tuner:
     """Measurements in, a schedule out. Ranks measure differently: let one decide for all."""
 
-    def __init__(
-        self, *, process: Rate = PROCESS, node: Rate = NODE, memory_tier: bool = True, longest_s: float = LONGEST_S
-    ) -> None:
-        self._process, self._node, self._memory_tier, self._longest_s = process, node, memory_tier, longest_s
+    def __init__(self, *, memory_tier: bool = True) -> None:
+        self._memory_tier = memory_tier
         self._seen: dict[str, deque[float]] = {name: deque(maxlen=31) for name in GUESSES}
         self._failed, self._over_s = (0, 0), 0.0
         self._current: Schedule | None = None
         self._reasons: dict[str, float] = {}
-        self.changed: Change | None = None
-        """What the last `schedule()` changed; None if it stayed as it was."""
+        self.changed: str | None = None
+        """Why the last `schedule()` is a new one: the measurement that moved most; None if it stayed as it was."""
+
+    def probe(self) -> tuple[float | None, int]:
+        """After how many seconds to save only to find out what a save takes, and how many of those make one durable;
+        None once that is known, and where a save takes too much to find out."""
+        seen = len(self._seen["blocking_s"])
+        return (None if seen >= PROBES or not self._memory_tier else FIRST_S * 2**seen), 1 + PROBES * bool(seen)
 
     def observe_save(self, blocking_s: float) -> None:
         self._seen["blocking_s"].append(blocking_s)
@@ -268,7 +276,7 @@ class Tuner:
         step_s = max(typical.pop("step_s"), TICK_S)
         costs = Costs(**typical | {"blocking_s": max(typical["blocking_s"], TICK_S)})
         rates, shortest_s = self._rates(), max(FEWEST_STEPS * step_s, self._end_to_end_s(costs))
-        new = _in_steps(costs, rates, Bounds(memory_s=step_s, durable_s=shortest_s, longest_s=self._longest_s))
+        new = _in_steps(costs, rates, Bounds(memory_s=step_s, durable_s=shortest_s))
         old, self.changed = self._current, None
         if old is None or _moved(old, new) or old.memory_steps * old.every * step_s < shortest_s:
             self._adopt(new, vars(costs) | {"step_s": step_s} | _per_day(rates))
@@ -277,7 +285,7 @@ class Tuner:
     def _adopt(self, new: Schedule, reasons: dict[str, float]) -> None:
         old, self._current = self._current, new
         if old != new:
-            self.changed = Change(old=old, new=new, why=_moved_most(self._reasons, reasons) if old else "the first")
+            self.changed = _moved_most(self._reasons, reasons) if old else "the first"
         self._reasons = reasons
 
     def _end_to_end_s(self, costs: Costs) -> float:
@@ -286,8 +294,8 @@ class Tuner:
         return costs.blocking_s + uploads[int(0.9 * len(uploads))]
 
     def _rates(self) -> tuple[float, float]:
-        process = self._process.per_s(self._failed[0], self._over_s)
-        node = self._node.per_s(self._failed[1], self._over_s)
+        process = weighed(PROCESS, self._failed[0], self._over_s)
+        node = NODE.per_s(self._failed[1], self._over_s)
         return (process, node) if self._memory_tier else (0.0, process + node)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from headway.checkpoint import wire
 from headway.checkpoint.arena import Shape
 from headway.checkpoint.wire import Wire
+from headway.events.process import open_pidfd
 
 LINGER_S = 120.0
 """How long to hold memory for trainers that died, when no supervisor is there to start them again."""
@@ -99,7 +100,7 @@ class Keeper:
         wire = Wire(end)
         pid, user = wire.peer()
         try:
-            client = Client(wire, os.pidfd_open(pid))
+            client = Client(wire, open_pidfd(pid))
         except OSError:  # it is gone already
             user = -1
         if user != os.getuid():

@@ -5,11 +5,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.checkpoint.layout import OWNER
 from headway.errors import InputError
+from headway.events.clock import living_ticks, pid_space
 
 if TYPE_CHECKING:
     from headway.storage import Storage
@@ -48,15 +48,15 @@ class Owner:
             session=session,
             job=job,
             node=node,
-            boot=_boot(),
+            boot=pid_space(),
             pid=pid,
-            started=_started(pid) or 0,
+            started=living_ticks(pid) or 0,
             began_ns=time.time_ns(),
         )
 
     def is_dead(self) -> bool:
         """Whether it is known to have ended: it ran on this machine, and does no more."""
-        return self.boot == _boot() and _started(self.pid) != self.started
+        return self.boot == pid_space() and living_ticks(self.pid) != self.started
 
 
 def claim(storage: "Storage", owner: Owner, now_ns: Callable[[], int] = time.time_ns) -> Owner | None:
@@ -104,16 +104,3 @@ def release(storage: "Storage", session: str) -> None:
     found = holder(storage)
     if found is not None and found.session == session:
         refresh(storage, replace(found, left=True))
-
-
-def _boot() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _started(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[19]) if fields[0] not in "ZX" else None  # it has ended, and its parent has not looked yet

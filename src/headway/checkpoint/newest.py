@@ -19,6 +19,7 @@ from headway.checkpoint.arena import Arena, Shape, complete
 from headway.checkpoint.layout import METADATA, Manifest, Shard, own_key, shard_name
 from headway.checkpoint.lease import holder
 from headway.checkpoint.source import check
+from headway.machine import ranks_here
 from headway.storage import Storage
 
 _ANSWER_S = 10.0
@@ -37,11 +38,11 @@ class Rank:
     @staticmethod
     def this() -> "Rank":
         """As torch says, if its ranks have met already; else as the launcher does."""
-        on_node, dist = _told("LOCAL_WORLD_SIZE", 0), sys.modules.get("torch.distributed")
+        dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_available() and dist.is_initialized():
             ranks = dist.get_world_size()
-            return Rank(number=dist.get_rank(), ranks=ranks, on_node=on_node or ranks)
-        return Rank(number=_told("RANK", 0), ranks=_told("WORLD_SIZE", 1), on_node=on_node or 1)
+            return Rank(number=dist.get_rank(), ranks=ranks, on_node=ranks_here(ranks))
+        return Rank(number=_told("RANK", 0), ranks=_told("WORLD_SIZE", 1), on_node=ranks_here())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ What decides the order of an epoch is drawn when the epoch begins. The state of 
 part of the position: there they are drawn again, and then put back to where the job was.
 """
 
+import os
 import pickle
 import random
 import sys
@@ -184,7 +185,10 @@ class Resumable:
         """Among how many ranks the samples are divided."""
         told = (getattr(part, "num_replicas", None) for part in self._parts)
         known = next((ranks for ranks in told if isinstance(ranks, int)), None)
-        return known or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+        if known is None and dist.is_available() and dist.is_initialized():
+            return dist.get_world_size()
+        launched = os.environ.get("WORLD_SIZE", "")  # what is read ahead may be there before they have met
+        return known or (int(launched) if launched.isdecimal() else 0) or 1
 
 
 class Undisturbing:

@@ -1,6 +1,5 @@
 """The ranks that save together, and what they tell each other. With one rank, nothing is sent."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import HeadwayError
+from headway.machine import ranks_here
 
 T = TypeVar("T")
 
@@ -27,10 +27,7 @@ class Elsewhere(HeadwayError):
 
 def local_size() -> int:
     """How many ranks share this node: what the launcher says, or all of them."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if told.isdecimal() and int(told):
-        return int(told)
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return ranks_here(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
 
 
 class Ranks:

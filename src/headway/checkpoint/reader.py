@@ -24,6 +24,7 @@ from headway.checkpoint import catalog
 from headway.checkpoint.image import ShardedTensor, chunks_of, leaves
 from headway.checkpoint.ranks import local_size
 from headway.checkpoint.source import BadCheckpoint, Source
+from headway.machine import cores
 from headway.storage import open_storage
 
 _RECORD = b"archive/data/0"
@@ -191,8 +192,8 @@ class Reader(StorageReader):
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies each second to its first. Where torch has one thread only, a launcher's default, a few share the work."""
-    cores = len(os.sched_getaffinity(0)) // local_size()
-    threads = max(1, min(_THREADS, cores)) if torch.get_num_threads() == 1 else 1
+    share = int(cores() / local_size())
+    threads = max(1, min(_THREADS, share)) if torch.get_num_threads() == 1 else 1
     left = deque(pairs)
 
     @torch.no_grad()

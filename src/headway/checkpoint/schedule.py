@@ -85,10 +85,12 @@ class Timed(Schedule):
         self._since_durable = self._skips = 0
         self._change: dict[str, Any] | None = None
         self._failures: dict[str, float] = {}
-        self._failures_at = 0.0
+        self._failures_at: float | None = None
 
     def after(self, step: int, now: float) -> Due | None:
         self._observe(now)
+        if self._failures_at is None:
+            self._failures_at = now
         if self._saved_at is None or self._look is None:
             self._saved_at, self._look = (step, now), step + 1
         if step < self._look:
@@ -120,17 +122,19 @@ class Timed(Schedule):
     def _left(self, step: int, now: float) -> tuple[float, int]:
         """How many steps are left until the next save, and how many saves make one durable."""
         assert self._saved_at is not None
-        if self._seconds is not None:
+        seconds, every = (self._seconds, 1) if self._seconds is not None else self._tuner.probe()
+        if seconds is not None:
             step_s = max(median(self._plain or [1.0]), 1e-4)
-            return (self._seconds - (now - self._saved_at[1])) / step_s + 0.5, 1
+            return (seconds - (now - self._saved_at[1])) / step_s + 0.5, every
         if self._failures:
+            assert self._failures_at is not None
             told = self._failures | {"over_s": self._failures["over_s"] + now - self._failures_at}
             self._tuner.failures(process=int(told["process"]), node=int(told["node"]), over_s=told["over_s"])
         best = self._tuner.schedule()
-        if (change := self._tuner.changed) is not None:
+        if (why := self._tuner.changed) is not None:
             self._change = {
                 "memory_s": best.tiers.memory_s, "durable_s": best.tiers.durable_s, "steps": best.memory_steps,
-                "every": best.every, "wasted_percent": best.tiers.wasted_percent, "why": change.why,
+                "every": best.every, "wasted_percent": best.tiers.wasted_percent, "why": why,
             }  # fmt: skip
         return best.memory_steps - (step - self._saved_at[0]) + 0.0, best.every
 
@@ -158,7 +162,7 @@ class Timed(Schedule):
 
     def failures(self, process: float, node: float, over_s: float) -> None:
         self._failures = {"process": process, "node": node, "over_s": over_s}
-        self._failures_at = self._before or 0.0
+        self._failures_at = self._before
 
     def without_memory(self) -> None:
         self._tuner = Tuner(memory_tier=False)

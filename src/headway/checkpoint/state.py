@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from headway.errors import InputError
+
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -30,6 +32,17 @@ class TrainingState:
     def __init__(self, model: nn.Module | None, optimizer: Any, parts: Mapping[str, Any]) -> None:
         self.model, self.parts = model, dict(parts)
         self.optimizers: list[Optimizer] = _listed(optimizer)
+        self._as_they_say: dict[str, Any] = {}
+        """What is saved by names of its own, which may differ between ranks."""
+        if model is not None and _names_itself(model):
+            if len(self.optimizers) > 1:
+                raise InputError(
+                    f"a {type(model).__name__} is saved with one optimizer: join them by TorchRec's CombinedOptimizer."
+                )
+            self._as_they_say = {"model": model}
+            if self.optimizers:
+                self._as_they_say["optimizer"] = self.optimizers[0]
+            self.model, self.optimizers = None, []
         self._names = self._known_names()
         """Of parameters, by identity; None: torch is asked each time."""
         self._checked = False
@@ -47,6 +60,7 @@ class TrainingState:
         if self.optimizers:
             state["optimizer"] = self._optimizer_state()
             self._check_names(state)
+        state |= {name: each.state_dict() for name, each in self._as_they_say.items()}
         for name, part in self.parts.items():
             rest, tensors = _divided(part.state_dict())
             state |= {name: tensors, f"{_REST}.{name}": (rest,)} if tensors else {name: (rest,)}
@@ -116,6 +130,13 @@ class TrainingState:
             state["optimizer"] = new or self._optimizer_state()
             if not new and not names_fit:
                 self._check_names(state)
+        for name, each in self._as_they_say.items():
+            state[name] = each.state_dict()
+            if absent := _without_state(each, state[name], metadata):
+                raise InputError(
+                    f"the optimizer has no state of {', '.join(absent[:3])} yet that could be loaded: call its "
+                    f"init_state() before restore()."
+                )
         for name, part in self.parts.items():
             state[name] = ()
             if f"{_REST}.{name}" in metadata.state_dict_metadata:
@@ -151,6 +172,8 @@ class TrainingState:
                 set_model_state_dict(self.model, dict(state["model"]))
         if self.optimizers:
             self._apply_optimizer(state["optimizer"])
+        for name, each in self._as_they_say.items():
+            each.load_state_dict(state[name])
         for name, part in self.parts.items():
             tensors = state[name] if f"{_REST}.{name}" in state else {}
             part.load_state_dict(_joined(state[f"{_REST}.{name}"][0] if tensors else state[name][0], tensors))
@@ -185,6 +208,19 @@ class TrainingState:
     def _names_in(self, optimizer: Optimizer) -> list[str]:
         assert self._names is not None
         return [self._names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names_itself(model: nn.Module) -> bool:
+    """Whether a model has names of its own for what it holds, the same on any number of ranks, which torch cannot find
+    in its modules: TorchRec's `DistributedModelParallel`. It and its optimizers are saved as they say."""
+    return any(each.__module__.startswith("torchrec.distributed.") for each in type(model).__mro__)
+
+
+def _without_state(optimizer: Any, state: Mapping[str, Any], metadata: Metadata) -> list[str]:
+    """Parameters of a keyed optimizer of which it has no state yet, while the checkpoint has."""
+    known = state.get("state", {})
+    saved = {path[2] for path in metadata.planner_data.values() if path[:2] == ("optimizer", "state") and path[2:]}
+    return [name for name in getattr(optimizer, "params", ()) if name in saved and not known.get(name)]
 
 
 def _listed(optimizer: Any) -> list[Optimizer]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
@@ -23,7 +23,6 @@ from headway.events.vocabulary import Mark
 from headway.observe.terminal import plain
 from headway.paths import jobs_in
 
-_SOURCES = "sources.json"
 _SHOWN = 20
 """Rows of one kind; all of them are in the JSON."""
 
@@ -79,15 +78,7 @@ def doctor(ctx: click.Context, job: str | None, as_json: bool, apply: bool) -> N
 
     With COMMAND, runs and measures it first, as a job of its own; its exit code is passed on.
     """
-    command: list[str] | None = ctx.meta.get("command")
-    if command is not None and (job or not command):
-        raise InputError("give a job or, behind --, a command to run: one of the two. `headway jobs` lists the jobs.")
-    code = 0
-    if command is not None:
-        job = f"{os.path.splitext(script_of(command))[0]}-{os.urandom(4).hex()}"
-        code = measure(command, job, sys.stderr.fileno() if as_json else None)
-        if code and job not in jobs_in(home()):  # it never began, and has said why
-            ctx.exit(code)
+    job, code = measured(ctx, job, as_json, measure)
     reader = open_job(job).reader
     marks = marks_of(reader)
     found = diagnose(marks.values())
@@ -101,6 +92,23 @@ def doctor(ctx: click.Context, job: str | None, as_json: bool, apply: bool) -> N
 
 
 # --- a command -------------------------------------------------------------------------------------------------------
+
+
+def measured(
+    ctx: click.Context, job: str | None, as_json: bool, run: Callable[[list[str], str, int | None], int]
+) -> tuple[str | None, int]:
+    """The job that a `JobOrCommand` is about, and the exit code of the command that `run` ran as one, if it was given
+    one; its output is no part of the JSON."""
+    command: list[str] | None = ctx.meta.get("command")
+    if command is None:
+        return job, 0
+    if job or not command:
+        raise InputError("give a job or, behind --, a command to run: one of the two. `headway jobs` lists the jobs.")
+    job = f"{os.path.splitext(script_of(command))[0]}-{os.urandom(4).hex()}"
+    code = run(command, job, sys.stderr.fileno() if as_json else None)
+    if code and job not in jobs_in(home()):  # it never began, and has said why
+        ctx.exit(code)
+    return job, code
 
 
 def measure(command: Sequence[str], job: str, stdout: int | None = None) -> int:
@@ -123,7 +131,7 @@ def measure(command: Sequence[str], job: str, stdout: int | None = None) -> int:
 
 def _apply(found: Diagnosis, marks: Iterable[Mark]) -> str:
     """Adds the sources to the bundle that the job used; says so."""
-    from headway.compile.bundle import Member
+    from headway.compile.bundle import SOURCES, Member
 
     if not found.sources:
         return "Nothing to apply: no recompile was one that torch could be spared by a value."
@@ -138,13 +146,13 @@ def _apply(found: Diagnosis, marks: Iterable[Mark]) -> str:
     loaded = store.load(key)
     if loaded.problems and not loaded.members:
         raise PlatformError(f"nothing was stored: {'; '.join(loaded.problems)}. Apply again once this is mended.")
-    known = loaded.members.get(_SOURCES)
+    known = loaded.members.get(SOURCES)
     before = set(json.loads(known.data)["sources"]) if known else set()
     sources = sorted(before | set(found.sources))
     data = json.dumps({"sources": sources}, indent=2).encode()
     tag = f"doctor_{os.urandom(4).hex()}"
     try:
-        store.save(key, {_SOURCES: Member(data=data, saved_ns=time.time_ns())}, used["about"], tag)
+        store.save(key, {SOURCES: Member(data=data, saved_ns=time.time_ns())}, used["about"], tag)
     except OSError as error:
         raise PlatformError(
             f"nothing was stored in {url}: {error.strerror or error}. Apply again once it is there."

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import click
@@ -17,17 +18,15 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.compile import JobOrCommand
-from headway.cli.exec import script_of
+from headway.cli.compile import JobOrCommand, measured
 from headway.cli.source import home, open_job
-from headway.errors import InputError
 from headway.events.clock import Clock
 from headway.events.job import JobReader
 from headway.events.journal import Batch
 from headway.events.vocabulary import Mark, Process, Told
 from headway.instrument.patches import say
 from headway.observe.terminal import plain
-from headway.paths import JobPaths, jobs_in
+from headway.paths import JobPaths
 from headway.startup.audit import Audit, Finding, Traffic, audit
 
 GRACE_S = 30.0
@@ -69,15 +68,7 @@ def audit_(ctx: click.Context, job: str | None, ranks: tuple[int, ...], to_the_e
     With COMMAND, runs and measures it first, as a job of its own, and ends it once all ranks have made their first
     step. If it ends before that, its exit code is passed on.
     """
-    command: list[str] | None = ctx.meta.get("command")
-    if command is not None and (job or not command):
-        raise InputError("give a job or, behind --, a command to run: one of the two. `headway jobs` lists the jobs.")
-    code = 0
-    if command is not None:
-        job = f"{os.path.splitext(script_of(command))[0]}-{os.urandom(4).hex()}"
-        code = _measure(command, job, to_the_end, sys.stderr.fileno() if as_json else None)
-        if code and job not in jobs_in(home()):  # it never began, and has said why
-            ctx.exit(code)
+    job, code = measured(ctx, job, as_json, partial(_measure, to_the_end))
     heard = Heard(open_job(job).reader)
     heard.listen()
     found = audit(heard.marks(), ranks)
@@ -152,7 +143,7 @@ class Heard:
                     os.kill(process.pid, signal.SIGKILL)
 
 
-def _measure(command: Sequence[str], job: str, to_the_end: bool, stdout: int | None) -> int:
+def _measure(to_the_end: bool, command: Sequence[str], job: str, stdout: int | None) -> int:
     """Runs a command as `headway exec` does, until all ranks have made their first step; its exit code, as a shell has
     it, and 0 if it was ended here."""
     words = [sys.executable, "-P", "-m", "headway", "exec", "--job", job, "--", *command]

@@ -28,6 +28,8 @@ from headway.errors import HeadwayError
 FORMAT = 1
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.sig"
+SOURCES = "sources.json"
+"""The member that has the inputs whose sizes the next run is to take for dynamic."""
 MOST_BYTES = 1 << 30
 """Of all members of one segment, unpacked; the zip stays far below what needs its 64-bit variant."""
 MOST_MEMBERS = 60_000

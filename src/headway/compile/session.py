@@ -17,12 +17,13 @@ from typing import Any
 
 from headway import batches
 from headway.compile import caches, key
-from headway.compile.autotune import Tables, configs_in
-from headway.compile.bundle import Member, Members
+from headway.compile.autotune import CONFIGS, Tables, configs_in
+from headway.compile.bundle import SOURCES, Member, Members
 from headway.compile.store import Loaded, Store
 from headway.compile.trust import Keys, others_can_write
 from headway.compile.tuning import MODULES, Tuning
 from headway.errors import PlatformError
+from headway.meeting import met
 
 WAIT_S = 20.0
 """So long, at most, the first compilation waits for the bundle, and ranks for each other."""
@@ -32,7 +33,7 @@ QUIET_S = 3.0
 """After a compilation, so long without another: then it is saved."""
 _ROUNDS = 2
 _POLL_S = 0.05
-_FILE, _SOURCES, _SECONDS, _UNITS, _CONFIGS = "file/", "sources.json", "seconds.json", "units.json", "configs.json"
+_FILE, _SECONDS, _UNITS = "file/", "seconds.json", "units.json"
 
 Tell = Callable[..., None]
 
@@ -159,8 +160,8 @@ class Session:
         """What is needed of a bundle once its files are in place: not their bytes."""
         self._known = {name: member.sha256 for name, member in loaded.members.items()}
         self._kept = {name: member for name, member in loaded.members.items() if not name.startswith(_FILE)}
-        if _CONFIGS in self._kept:
-            self._tuning.apply(configs_in(self._kept[_CONFIGS].data))
+        if CONFIGS in self._kept:
+            self._tuning.apply(configs_in(self._kept[CONFIGS].data))
 
     @property
     def _job(self) -> str:
@@ -185,9 +186,9 @@ class Session:
         """The ranks of this job, once they have met; None if they compile before."""
         if not self._place.is_known:
             self._compiles.wait()
-        elif self._place.world_size > 1 and not self._until(_have_met, float("inf")):
+        elif self._place.world_size > 1 and not self._until(lambda: met() is not None, float("inf")):
             return None
-        return _Ranks.of_torch(self._where.number) if _have_met() else _Ranks(self._place.rank, 1, None, "")
+        return _Ranks.of_torch(self._where.number) if met() is not None else _Ranks(self._place.rank, 1, None, "")
 
     def _until(self, is_true: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
         end = time.monotonic() + timeout_s
@@ -237,7 +238,7 @@ class Session:
     def _make_ready(self) -> None:
         began = time.perf_counter()
         self._compiles.set()
-        if self._place.world_size > 1 and not _have_met():
+        if self._place.world_size > 1 and met() is None:
             self._cancelled.set()  # no collective can be in this compilation, and there is nobody to agree with
         if not self._ready.wait(WAIT_S):
             self._cancelled.set()
@@ -261,8 +262,8 @@ class Session:
             caches.skip_headers()
         if _UNITS in self._kept:
             caches.believe_vector_units(json.loads(self._kept[_UNITS].data)["units"])
-        if _SOURCES in self._kept:
-            caches.make_dynamic(json.loads(self._kept[_SOURCES].data)["sources"])
+        if SOURCES in self._kept:
+            caches.make_dynamic(json.loads(self._kept[SOURCES].data)["sources"])
 
     def after_compile(self) -> None:
         """Called at the end of each compilation: what is new is saved once no other follows."""
@@ -346,12 +347,11 @@ class _Ranks:
 
     @classmethod
     def of_torch(cls, number: int) -> "_Ranks":
-        """Those of the default group. The connection is one of its own: on the group's, a wait in another thread would
-        hold this one up."""
-        dist, store = sys.modules["torch.distributed"], _default_store()
-        if hasattr(store, "clone"):
-            store = store.clone()
-        return cls(dist.get_rank(), dist.get_world_size(), store, f"headway/compile/{number}")
+        """Those of the default group."""
+        found = met(own_connection=True)
+        if found is None or found.store is None:
+            raise PlatformError("this version of torch hides its store: the ranks cannot agree on a bundle")
+        return cls(*found, f"headway/compile/{number}")
 
     def verdict(self, word: str, number: int, until: Callable[..., bool]) -> str:
         """What becomes of everyone's word. The first rank decides, or whoever first gives up: all obey the same."""
@@ -392,15 +392,6 @@ def _judged(words: Iterable[str], number: int) -> str:
     if all(len(said) == 1 for said in by_key.values()):
         return "hit"
     return "again" if number + 1 < _ROUNDS else "miss"  # another job has saved between two ranks' looks
-
-
-def _have_met() -> bool:
-    dist = sys.modules.get("torch.distributed")
-    return bool(dist and getattr(dist, "is_initialized", bool)())
-
-
-def _default_store() -> Any:
-    return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
 
 
 def _files(members: Members) -> dict[str, bytes]:

@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from headway.compile.bundle import Damaged, Manifest, Members, Refused, Segment
 from headway.compile.trust import Keys, others_can_write
 from headway.errors import HeadwayError, InputError, PlatformError
 from headway.paths import folder_name, private_folder
-from headway.storage import LocalFolder, is_part, open_storage
+from headway.storage import LocalFolder, Progress, is_part, open_storage
 
 BOUND_BYTES = 10 << 30
 """A local folder stays below; keys that were not used for longest go."""
@@ -53,8 +53,6 @@ _DEAD_PART_S = 3600
 _MOST_LETTERS = 300
 
 Told = TypeVar("Told", Manifest, Segment)
-Progress = Callable[[int], None]
-"""Is told of every few bytes that are done."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,11 @@ Typical use::
     headway exec torchrun --nproc-per-node 8 train.py
     headway report
 
-`start` waits for torch, `session` is one process's part in its job, `hooks` says where what is seen, `loop` makes steps
-of it, `patches` makes sure that none of it can hurt.
+- `start` waits for torch, by `imports`; `session` is one process's part in its job; `witness` outlives it, and writes
+  down how it ended
+- `hooks` says where what is seen: `loop` makes steps of it, `checkpoints`, `collectives`, `compilation`, `devices` and
+  `distributed` are about what their names say, `frameworks` about one framework each
+- `patches` makes sure that none of it can hurt; `checkup` tells which hooks take; `origin` whose a file is
+- `faststart` and `early_loaders` spare a start what they can
+- `importers` tell what other tools have measured
 """

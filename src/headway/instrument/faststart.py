@@ -73,11 +73,17 @@ def _nothing(token: Any, result: Any, error: BaseException | None) -> None:
     pass
 
 
+_TORCH = f"{os.sep}torch{os.sep}"
+
+
 def _is_programs_doing(frame: Any) -> bool:
-    """Whether the program has this done, and not a package while it is imported."""
+    """Whether the program has this done, and not a package while it is imported, nor torch, which tells its own modules
+    so what it has chosen."""
+    setter = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_own(file) or file.startswith("<frozen importlib"):
-            return is_own(file)
+            return is_own(file) and _TORCH not in setter
+        setter = setter or (file if is_installed(file) else "")
         frame = frame.f_back
     return False

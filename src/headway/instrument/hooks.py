@@ -350,7 +350,9 @@ def _optimizers(session: "Session", module: Any) -> None:
 def look_at_device(session: "Session", optimizer: Any) -> None:
     """Steps on an accelerator are not what the host's clock sees: there, events tell what waits cost."""
     tracker, torch = session.tracker, sys.modules["torch"]
-    device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    # A sharded tensor of the old kind warns whoever asks it for anything.
+    device = next((each.device.type for each in parameters if not hasattr(type(each), "local_shards")), "cpu")
     if device == "cpu" or tracker is None or session.recorder is None:
         return
     event = getattr(getattr(torch, device, None), "Event", None)

@@ -21,17 +21,18 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
 from torch.distributed.launcher.api import LaunchConfig
 
+from headway import sessions
 from headway.errors import PlatformError
 from headway.events.process import process_name
 from headway.events.recorder import Recorder
 from headway.events.vocabulary import Activity, Process, ProcessGone, Told, clean_text
-from headway.launch import elastic, sessions, slurm
+from headway.launch import elastic, slurm
 from headway.launch.autopsy import KernelLog, oom_kills, scheduler_says
 from headway.launch.crew import Crew, Worker
 from headway.launch.notice import EXIT_STOPPED, Board
 from headway.launch.peers import Dumps, Findings, Order, Peers
 from headway.launch.progress import Hang, Progress
-from headway.launch.signals import Interrupted, Signals, name_of
+from headway.launch.signals import Interrupted, Signals
 from headway.launch.streams import Kept, Tap
 from headway.launch.worker import Assignment
 from headway.paths import folder_name
@@ -423,7 +424,9 @@ class Agent(SimpleElasticAgent):
         return True
 
     def _tear_down(self, grace_s: float, in_peace: bool) -> None:
-        stuck = self._crew.stop(signal.SIGTERM, grace_s, hurry=lambda: bool(self._signals.pending), in_peace=in_peace)
+        board, hurry = self._signals.board, lambda: bool(self._signals.pending)
+        at_once = board.deaf if board is not None and not in_peace else set[int]()
+        stuck = self._crew.stop(signal.SIGTERM, grace_s, hurry=hurry, in_peace=in_peace, at_once=at_once)
         self._signals.board = None  # whom it told is gone
         if stuck:
             self._say(f"processes {', '.join(map(str, stuck))} cannot be killed: the kernel holds them.")
@@ -454,7 +457,7 @@ class Agent(SimpleElasticAgent):
             return self._about_failure()
         for worker in self._crew.workers:
             if (worker.exit_code or 0) < 0:
-                name = name_of(-(worker.exit_code or 0))
+                name = sessions.signal_name(-(worker.exit_code or 0))
                 self._note(f"a worker crashed ({name}) at exit, when its program had ended well: so it counts as done.")
         if hung := [worker for worker in self._crew.workers if not worker.gone_ns]:
             self._note(f"{len(hung)} workers were done and did not leave in {EXIT_S:g} s: they are killed.")
@@ -487,7 +490,7 @@ class Agent(SimpleElasticAgent):
         return 0 if requeue.done else EXIT_STOPPED
 
     def _end_by_signal(self, number: int) -> RunResult:
-        name, grace_s = name_of(number), self._config.shutdown_timeout
+        name, grace_s = sessions.signal_name(number), self._config.shutdown_timeout
         self._say(f"{name} received: the workers get it too, and {grace_s} s.")
         with self._recorder.span(Activity.TEARDOWN):
             self._crew.stop(

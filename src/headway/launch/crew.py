@@ -6,14 +6,15 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headway import sessions
 from headway.events.clock import start_ticks
 from headway.events.process import open_pidfd
-from headway.launch import sessions, streams
+from headway.launch import streams
 from headway.launch.channel import Channel
 from headway.launch.prewarm import Prewarm
 from headway.launch.worker import Assignment, as_program, folder_modules, send_assignment
@@ -57,7 +58,7 @@ _CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 @dataclass(eq=False)
 class Worker:
-    """One process. Without an assignment it is a standby."""
+    """One process: a standby, until it is given an assignment."""
 
     channel: Channel
     pid: int = 0
@@ -65,7 +66,6 @@ class Worker:
     ticks: int = 0
     """Its start in kernel ticks."""
     warm: bool = True
-    assignment: Assignment | None = None
     exit_code: int | None = None
     """Negative for a signal, as `subprocess` has it."""
     gone_ns: int = 0
@@ -326,7 +326,6 @@ class Crew:
                 self._order(1)
             worker = self._standbys.pop(0)
             if self._comes_up(worker) and send_assignment(worker.channel, assignment, fds):
-                worker.assignment = assignment
                 return worker
             worker.dismiss()
             self._zygote.hear()
@@ -350,7 +349,7 @@ class Crew:
         ours, theirs = Channel.pair()
         words = [str(theirs.fileno()), str(os.getpid()), *assignment.argv]
         pid = _spawn_python(_WORKER, words, assignment.environ, theirs)
-        worker = Worker(ours, warm=False, assignment=assignment)
+        worker = Worker(ours, warm=False)
         worker._introduce(pid)
         return worker
 
@@ -452,17 +451,18 @@ class Crew:
     # --- ending ---
 
     def stop(
-        self, number: int, grace_s: float, hurry: Callable[[], bool] = lambda: False, in_peace: bool = False
-    ) -> list[int]:
+        self, number: int, grace_s: float, hurry: Callable[[], bool] = lambda: False, in_peace: bool = False,
+        at_once: Collection[int] = (),
+    ) -> list[int]:  # fmt: skip
         """Ends all workers and whatever they started: by this signal, and after a grace time, or in a hurry, by
-        SIGKILL. In peace, those whose program has ended may leave by themselves. Returns the processes that the kernel
-        will not let go."""
+        SIGKILL. In peace, those whose program has ended may leave by themselves; the local ranks in `at_once` get no
+        grace. Returns the processes that the kernel will not let go."""
         leaders = {worker.pid for worker in self.workers} & self._leaders
-        for worker in self.workers:
+        for local_rank, worker in enumerate(self.workers):
             if not worker.gone_ns and not (in_peace and worker.is_over):
                 worker.stopped = True
                 with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, number)
+                    os.killpg(worker.pid, signal.SIGKILL if local_rank in at_once else number)
         until = time.monotonic() + grace_s
         while any(not worker.gone_ns for worker in self.workers) and (left := until - time.monotonic()) > 0:
             if hurry():

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from headway import sessions
+
 SIGNAL = signal.SIGRTMIN + 11
 """Asks for stacks. glibc keeps the two below SIGRTMIN for itself; torch, NCCL, CUDA and py-spy use no real-time signal.
 Unhandled, it kills: it is sent only to a process that the kernel says handles it."""
@@ -245,7 +247,8 @@ def _told_by_signal(workers: Mapping[int, int], folder: Path, deadline: float) -
     asked = {}
     for rank, pid in workers.items():
         file = _stacks_file(folder, rank)
-        if _handles(pid) and _has_open(pid, file):
+        # One that has replaced itself by `exec` handles the signal no more, and would be killed by it.
+        if sessions.handles(pid, SIGNAL) and _has_open(pid, file):
             asked[rank] = _Asked(pid, file, file.stat().st_size)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, SIGNAL)
@@ -253,11 +256,6 @@ def _told_by_signal(workers: Mapping[int, int], folder: Path, deadline: float) -
         if all(map(_has_told, asked.values())):
             break
     return {rank: one.text() for rank, one in asked.items()}
-
-
-def _handles(pid: int) -> bool:
-    """Whether the signal would be answered, and not kill: a worker may have replaced itself by `exec`."""
-    return bool(_signals(pid).get("SigCgt", 0) >> (SIGNAL - 1) & 1)
 
 
 def _has_open(pid: int, file: Path) -> bool:
@@ -285,7 +283,7 @@ def _signals(pid: int) -> dict[str, int]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    return {line[:6]: int(line[7:], 16) for line in lines if line[:6] in ("SigPnd", "ShdPnd", "SigBlk", "SigCgt")}
+    return {line[:6]: int(line[7:], 16) for line in lines if line[:6] in ("SigPnd", "ShdPnd", "SigBlk")}
 
 
 def _state(pid: int) -> str:

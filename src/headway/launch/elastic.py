@@ -1,7 +1,8 @@
-"""Every place where this room touches torchelastic, and what of it is not promised to stay as it is.
+"""What the agent needs of torchelastic, and whether this torch has it: not all of it is promised to stay as it is.
 
-The agent is a `SimpleElasticAgent`, as its documentation proposes. Beyond the methods that it says to implement, this
-uses `_rendezvous` and `_initialize_workers`, the fields named in `FIELDS`, and torchrun's parser.
+`agent.Agent` is a `SimpleElasticAgent`, as its documentation proposes. Beyond the methods that it says to implement, it
+uses `_rendezvous` and `_initialize_workers`, and the fields `_worker_group` and `_remaining_restarts`. From here are
+torchrun's options, the rendezvous, what workers find in their environment, and torchrun's files of output.
 """
 
 import inspect
@@ -40,7 +41,6 @@ from headway.errors import InputError
 TESTED = ("2.13",)
 """The versions of torch that the tests run with."""
 
-FIELDS = ("_worker_group", "_remaining_restarts", "_store")
 METHODS = {"_rendezvous": ("self", "worker_group"), "_initialize_workers": ("self", "worker_group")}
 BACKENDS = ("c10d", "static")
 TOGETHER_S = 3.0

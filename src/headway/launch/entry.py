@@ -26,7 +26,7 @@ def as_worker() -> None:
 
 def _hooks() -> worker.Hooks:
     """Whether a program is measured is not this room's to know: what measures it is there already, or not."""
-    return worker.Hooks(begins=_begins, fails=_fails)
+    return worker.Hooks(begins=_begins, fails=_fails, has_finished=_has_finished)
 
 
 def _begins(assignment: worker.Assignment) -> None:
@@ -38,3 +38,8 @@ def _begins(assignment: worker.Assignment) -> None:
 def _fails() -> None:
     if (runs := sys.modules.get("headway.run")) and (run := runs._current):
         run._leave()
+
+
+def _has_finished() -> bool:
+    run = getattr(sys.modules.get("headway.run"), "_current", None)
+    return run is not None and run.has_finished

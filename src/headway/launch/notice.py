@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from headway.errors import HeadwayError, InputError, PlatformError
+from headway.meeting import met
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -54,8 +55,6 @@ class Notice:
 
     reason: str
     """`preempted`, `time_limit`, `cancelled`; `sigterm` or `sigusr1` where no more is known; or a source's own word."""
-    stop_at: int = 0
-    """Stop before this step; 0 if that is left to the ranks."""
     deadline_ns: int = 0
     """From here on the job may be killed, on this machine's monotonic clock; 0 if that is not known."""
 
@@ -68,9 +67,9 @@ class Notice:
 # --- from the supervisor -------------------------------------------------------------------------------------------
 
 _HEAD = struct.Struct("<4sI")
-_NOTICE = struct.Struct("<qq112s")
-_MAGIC, _POSTED, _NOTICE_AT, _RANKS_AT = b"HWB1", _HEAD.size, 16, 16 + _NOTICE.size
-_LISTENS, _STOPPED = 1, 2
+_NOTICE = struct.Struct("<q112s")
+_MAGIC, _POSTED, _NOTICE_AT, _RANKS_AT = b"HWB2", _HEAD.size, 16, 16 + _NOTICE.size
+_LISTENS, _STOPPED, _LISTENS_ALONE = 1, 2, 3
 _EMPTY = bytes(_RANKS_AT)
 
 
@@ -108,10 +107,10 @@ class Board:
             raise PlatformError(f"{path} is not a supervisor's board. Unset HEADWAY_BOARD, or start by `headway run`.")
         return cls(cells)
 
-    def post(self, reason: str, stop_at: int = 0, deadline_ns: int = 0) -> None:
-        """Tells all ranks, once: they cannot be told another edge later."""
+    def post(self, reason: str, deadline_ns: int = 0) -> None:
+        """Tells all ranks, once: what is posted stays."""
         if not self.cells[_POSTED]:
-            _NOTICE.pack_into(self.cells, _NOTICE_AT, stop_at, deadline_ns, reason.encode()[:112])
+            _NOTICE.pack_into(self.cells, _NOTICE_AT, deadline_ns, reason.encode()[:112])
             self.cells[_POSTED] = 1
 
     @property
@@ -119,12 +118,12 @@ class Board:
         """What was posted."""
         if not self.cells[_POSTED]:
             return None
-        stop_at, deadline_ns, reason = _NOTICE.unpack_from(self.cells, _NOTICE_AT)
-        return Notice(reason.rstrip(b"\0").decode("utf-8", "replace"), stop_at, deadline_ns)
+        deadline_ns, reason = _NOTICE.unpack_from(self.cells, _NOTICE_AT)
+        return Notice(reason.rstrip(b"\0").decode("utf-8", "replace"), deadline_ns)
 
-    def listen(self, local_rank: int) -> None:
-        """This rank will stop when told."""
-        self._set(local_rank, _LISTENS)
+    def listen(self, local_rank: int, alone: bool = False) -> None:
+        """This rank will stop when told. `alone`: it does nothing else about SIGTERM."""
+        self._set(local_rank, _LISTENS_ALONE if alone else _LISTENS)
 
     def has_stopped(self, local_rank: int) -> None:
         """This rank has come to the edge and saved."""
@@ -134,6 +133,11 @@ class Board:
     def listeners(self) -> set[int]:
         """The local ranks that will stop when told, or have."""
         return {rank for rank in range(self._ranks) if self.cells[_RANKS_AT + rank]}
+
+    @property
+    def deaf(self) -> set[int]:
+        """The local ranks to which SIGTERM is a notice, and nothing more: it ends none that is stuck."""
+        return {rank for rank in range(self._ranks) if self.cells[_RANKS_AT + rank] == _LISTENS_ALONE}
 
     @property
     def stopped(self) -> set[int]:
@@ -249,7 +253,6 @@ def listen(environ: Mapping[str, str], steps: Callable[[], int], local_rank: int
     try:
         if path:
             board = Board.open(Path(path))
-            board.listen(local_rank)
         ask = source_of(source) if source and board is None and local_rank == 0 else None
     except HeadwayError as error:
         _say(f"{error} Going on without it.")
@@ -259,6 +262,8 @@ def listen(environ: Mapping[str, str], steps: Callable[[], int], local_rank: int
         Poller(ask, listener.tell).start()
     if problem := listener.take_signals():
         _say(problem)
+    if board is not None:
+        board.listen(local_rank, alone=listener.former.get(signal.SIGTERM) is signal.SIG_DFL)
     return listener
 
 
@@ -326,12 +331,12 @@ class Listener:
         if notice is not None:
             self.notice = notice
         if group is None:
-            return None if notice is None else Edge("step", notice.stop_at) if notice.stop_at else Edge("question", 0)
+            return None if notice is None else Edge("question", 0)
         try:
             if not group[0].check([_KEY]):  # this rank would be the first
                 if notice is None:
                     return None
-                if not notice.stop_at and self._pace.ahead is None:
+                if self._pace.ahead is None:
                     self._quiet_until_s = 0.0  # how many steps take some seconds will be known in a second
                     return None
             return self._settled(group, notice)
@@ -345,8 +350,6 @@ class Listener:
         """The edge in the store: this rank's own if it is the first to write one."""
         unit, position = self._position()
         mine = Edge(unit, position + (self._pace.ahead or AHEAD_STEPS))
-        if notice is not None and notice.stop_at:
-            mine = Edge("step", notice.stop_at)
         reason = notice.reason if notice else "unknown"
         unit, at, reason = group[0].compare_set(_KEY, "", f"{mine.unit} {mine.at} {reason}").decode().split(" ", 2)
         edge = Edge(unit, int(at))
@@ -438,16 +441,15 @@ class _Pace:
 def process_group() -> tuple[Any, int] | None:
     """The default process group's store, and how many ranks it has; None if there is no group of several ranks.
 
-    torch has no public name for that store. Where the private one is gone, each rank stops as soon as it knows.
+    Where torch hides that store, each rank stops as soon as it knows.
     """
-    torch = sys.modules.get("torch.distributed.distributed_c10d")
-    if torch is None or not torch.is_initialized() or torch.get_world_size() < 2:
+    found = met()
+    if found is None or found.size < 2:
         return None
-    store_of_group = getattr(torch, "_get_default_store", None)
-    if store_of_group is None:
+    if found.store is None:
         _say_once("this version of torch hides its store: ranks cannot agree where to stop. They may deadlock there.")
         return None
-    return store_of_group(), torch.get_world_size()
+    return found.store, found.size
 
 
 _taker: Listener | None = None

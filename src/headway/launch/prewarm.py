@@ -121,8 +121,11 @@ def _written(file: str) -> int:
 
 
 def _may_matter(file: str) -> bool:
-    """Whether a file that has changed may now have packages imported in another way."""
+    """Whether a file that has changed may now have packages imported in another way. One that is gone was generated, as
+    Inductor's are, or whoever imported it has changed as well."""
     try:
         return bool(_CHANGES.search(Path(file).read_text(errors="replace")))
+    except FileNotFoundError:
+        return False
     except OSError:
         return True

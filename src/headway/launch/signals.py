@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from headway.launch import sessions
+from headway import sessions
 from headway.launch.notice import REPEAT_S, Board, Notice, Poller, source_of
 from headway.launch.notice import SIGNALS as STOP_SIGNALS
 
@@ -114,11 +114,3 @@ class Signals:
         """In the poller's thread: what nobody listens to is as if somebody had sent SIGTERM."""
         if not self._tell(notice):
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def name_of(number: int) -> str:
-    """A signal's name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time one
-        return f"signal {number}"

@@ -5,14 +5,14 @@ itself. But `scontrol requeue` also brings back a job that a person has cancelle
 """
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from subprocess import DEVNULL, CompletedProcess, SubprocessError, run
+from subprocess import CompletedProcess
 from typing import Any
 
+from headway.events.scheduler import scontrol, slurm_fields
 from headway.launch.notice import Notice
 
 TIMEOUT_S = 10.0
@@ -130,7 +130,7 @@ def requeue(environ: Mapping[str, str], reason: str, handlers: Iterable[Any] = (
 
 
 def _requeue(name: str, environ: Mapping[str, str]) -> Requeue:
-    done = _scontrol(environ, "requeue", name)
+    done = _ask(environ, "requeue", name)
     if done is not None and done.returncode == 0:
         return Requeue(True, f"Slurm job {name} is in the queue again.")
     said = (done.stderr.strip() if done else "") or "scontrol does not answer"
@@ -158,16 +158,8 @@ def _by_hand(name: str) -> str:
 
 def _show(what: str, name: str, environ: Mapping[str, str]) -> Told:
     """One record of Slurm's; empty if it does not tell."""
-    done = _scontrol(environ, "--oneliner", "show", what, name)
-    return parse(done.stdout) if done is not None and done.returncode == 0 else {}
-
-
-def parse(text: str) -> Told:
-    """The fields of the first record, each once: as it was told first."""
-    fields: dict[str, str] = {}
-    for key, value in re.findall(r"(?:^|\s)(\w+)=(\S*)", text.partition("\n")[0]):
-        fields.setdefault(key, value)
-    return fields
+    done = _ask(environ, "--oneliner", "show", what, name)
+    return slurm_fields(done.stdout) if done is not None and done.returncode == 0 else {}
 
 
 def _seconds(told: Told, key: str) -> int:
@@ -176,9 +168,6 @@ def _seconds(told: Told, key: str) -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def _scontrol(environ: Mapping[str, str], *words: str) -> CompletedProcess[str] | None:
+def _ask(environ: Mapping[str, str], *words: str) -> CompletedProcess[str] | None:
     env = {**environ, "TZ": "UTC", "SLURM_TIME_FORMAT": "%s", "PATH": environ.get("PATH", os.defpath)}
-    try:
-        return run(["scontrol", *words], stdin=DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
-    except (OSError, SubprocessError):
-        return None
+    return scontrol(env, TIMEOUT_S, *words)

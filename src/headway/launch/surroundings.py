@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL, SubprocessError, run
 from typing import Any, Literal
 
+from headway.events.scheduler import scontrol, slurm_fields
 from headway.paths import is_network
 
 GIB = 1 << 30
@@ -414,8 +414,8 @@ def read_slurm(environ: Mapping[str, str]) -> list[Finding]:
         unknown = Finding("Slurm", "unknown", "scontrol does not answer", "What it does to this job is not known.", fix)
         return [unknown] if job_id else []
     told = _ask(environ, "--oneliner", "show", "job", job_id) if job_id else ""
-    job = _fields(told)
-    partitions = [_fields(line) for line in _ask(environ, "--oneliner", "show", "partition").splitlines() if line]
+    job = slurm_fields(told)
+    partitions = [slurm_fields(line) for line in _ask(environ, "--oneliner", "show", "partition").splitlines() if line]
     own = [each for each in partitions if each.get("PartitionName") == job.get("Partition")]
     default = [each for each in partitions if each.get("Default") == "YES"]
     partition = (own or default or [{}])[0]
@@ -427,14 +427,7 @@ def read_slurm(environ: Mapping[str, str]) -> list[Finding]:
     return found
 
 
-def _fields(line: str) -> dict[str, str]:
-    return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", line))
-
-
 def _ask(environ: Mapping[str, str], *words: str) -> str:
     """What scontrol prints; empty if it is missing, fails, or does not answer in time."""
-    try:
-        done = run(["scontrol", *words], stdin=DEVNULL, capture_output=True, timeout=TIMEOUT_S, env=environ, check=True)
-    except (OSError, SubprocessError):
-        return ""
-    return done.stdout.decode("utf-8", "replace")
+    done = scontrol(environ, TIMEOUT_S, *words)
+    return done.stdout if done is not None and done.returncode == 0 else ""

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from headway.launch import sessions, worker
+from headway import sessions
+from headway.launch import worker
 from headway.launch.channel import Channel
 from headway.launch.threads import count_threads, forbid_threads
 from headway.launch.worker import Hooks, folder_modules, turn_deaf, work
@@ -33,6 +34,7 @@ def serve(control: Channel, supervisor: int, preload: Sequence[str], folder: str
     """Imports what is to be preloaded, the program's own modules from its folder; says so, and forks a worker for each
     request until the supervisor is gone."""
     turn_deaf()
+    gc.disable()  # imports make objects that stay: to look for cycles all the while is a quarter of their time
     sessions.die_with_parent(supervisor)  # an import may hang
     began, environ = time.monotonic(), dict(os.environ)
     forbid_threads(os.environ)
@@ -42,8 +44,8 @@ def serve(control: Channel, supervisor: int, preload: Sequence[str], folder: str
         control.send({"dropped": bad})
         _start_over(control, environ, next(iter(bad)))
     turn_deaf()  # to what an import has handlers for, too
-    gc.collect()
     gc.freeze()
+    gc.enable()
     unfit = _unfit()
     sessions.outlive_parent()
     control.send({"unfit": unfit, "failed": failed, "seconds": time.monotonic() - began, "modules": _top_level()})

@@ -81,16 +81,6 @@ def classify(evidence: Evidence) -> Verdict:
     return _default().classify(evidence)
 
 
-def explain(log: str | Iterable[str]) -> Verdict:
-    """What a log tells of a failure, by headway's own rules."""
-    return _default().explain(log)
-
-
-def root_of(evidences: Sequence[Evidence]) -> tuple[Evidence, Verdict]:
-    """The rank whose failure the others' follow from, by headway's own rules."""
-    return _default().root_of(evidences)
-
-
 def load_callable(name: str) -> Ask:
     """The function that `pkg.module:function` names."""
     module, _, attribute = name.partition(":")

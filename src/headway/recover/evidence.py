@@ -1,7 +1,6 @@
 """What is known of one rank's failure."""
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +29,3 @@ class Evidence:
     """How long there had been no progress, if the rank was ended for that."""
     hang: str = ""
     """What the analysis of the hang found."""
-
-    def to_json(self) -> str:
-        """One line, for the other nodes' agents."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Evidence":
-        """Evidence that another agent sent. Fields that only a newer version knows are left out."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{key: value for key, value in json.loads(text).items() if key in known})

@@ -6,12 +6,14 @@ A policy is any callable from a `Situation` to a `Decision`, or to None if it ha
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from headway.recover.categories import Action, Klass
+
 HOPELESS = ("cancelled", "disk_full", "quota_exceeded")
 """No retry can help: somebody wants the job to end, or must make room first."""
 
-BUDGETS = {
-    "infra": 10, "cascade": 10, "launch": 10, "unknown": 5, "checkpoint": 3, "resource": 2, "user": 2,
-    "preemption": None, "scheduler": None,
+BUDGETS: dict[str, int | None] = {
+    Klass.INFRA: 10, Klass.CASCADE: 10, Klass.LAUNCH: 10, Klass.UNKNOWN: 5, Klass.CHECKPOINT: 3, Klass.RESOURCE: 2,
+    Klass.USER: 2, Klass.PREEMPTION: None, Klass.SCHEDULER: None,
 }  # fmt: skip
 """Restarts without progress that a class of failures is worth; None for any number."""
 
@@ -137,11 +139,11 @@ def doubt_the_unknown(situation: Situation) -> Decision | None:
     return retry_once(situation) if situation.category == "unknown" and not situation.trained else None
 
 
-def default(max_restarts: int | None = None, budgets: Mapping[str, int | None] = BUDGETS) -> Policy:
+def default(max_restarts: int | None = None) -> Policy:
     """The policy of `headway run`. A policy of your own goes before it: `first_of(mine, default())`."""
     return first_of(
         stop_when_hopeless, at_most(max_restarts), as_allowed(max_restarts),
-        restart_after_progress, within(budgets), doubt_the_unknown,
+        restart_after_progress, within(BUDGETS), doubt_the_unknown,
         act_by_category,        lambda situation: Decision(do="stop", why="nobody knows what else to do"),
     )  # fmt: skip
 
@@ -212,23 +214,23 @@ def retry_now(situation: Situation) -> Decision:
 
 
 ACTIONS: dict[str, Callable[[Situation], Decision]] = {
-    "fail_fast": fail_fast,
-    "retry_once_then_fail": retry_once,
-    "retry_backoff": back_off,
-    "look_at_other_ranks_then_retry_backoff": back_off,
-    "use_flight_recorder_then_retry_backoff": back_off,
-    "retry_exclude_node": exclude_node,
-    "requeue_no_budget": requeue,
-    "retry_previous_checkpoint": previous_checkpoint,
-    "retry_without_compile": without_compile,
-    "new_store_then_retry_now": retry_now,
-    "new_port_then_retry_now": retry_now,
+    Action.FAIL_FAST: fail_fast,
+    Action.RETRY_ONCE: retry_once,
+    Action.RETRY_BACKOFF: back_off,
+    Action.LOOK_AT_OTHER_RANKS: back_off,
+    Action.USE_FLIGHT_RECORDER: back_off,
+    Action.RETRY_EXCLUDE_NODE: exclude_node,
+    Action.REQUEUE: requeue,
+    Action.RETRY_PREVIOUS_CHECKPOINT: previous_checkpoint,
+    Action.RETRY_WITHOUT_COMPILE: without_compile,
+    Action.NEW_STORE: retry_now,
+    Action.NEW_PORT: retry_now,
 }
 """What each action of a category is."""
 
 
 def _spends(situation: Situation) -> bool:
-    return situation.action != "requeue_no_budget"
+    return situation.action != Action.REQUEUE
 
 
 def _times(count: int) -> str:

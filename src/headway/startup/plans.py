@@ -38,7 +38,7 @@ from headway.config import Settings
 from headway.errors import HeadwayError, InputError
 from headway.events.vocabulary import Told, clean_text
 from headway.run import current
-from headway.startup.ranks import Ranks
+from headway.startup.ranks import Difference, Ranks
 from headway.startup.words import say_once
 from headway.storage import open_storage
 
@@ -94,7 +94,7 @@ def sharding_plan(
         say_once("torch does not show its store: sharding plans are made each time, and broadcast.")
         return planner.collective_plan(module, list(sharders), group)
     model = _described(lambda: _model(module, sharders))
-    if ranks.size > 1 and (found := ranks.compare(f"{ranks.name}/model", _packed(model))):
+    if ranks.size > 1 and (found := ranks.compare(_packed(model))):
         raise InputError(_difference(found.ranks, [_unpacked(word) for word in found.words]))
     plan, outcome = _found(planner, module, sharders, model, cache, ranks)
     seconds = round(time.perf_counter() - began, 4)
@@ -387,44 +387,44 @@ def _default_folder() -> str:
 # --- the other ranks -------------------------------------------------------------------------------------------------
 
 
-class _Group(Ranks):
+class _Group:
     """The ranks of a group, the first of which tells the others something."""
 
-    name = ""
-    group: dist.ProcessGroup | None = None
+    def __init__(self, ranks: Ranks, name: str = "", group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self._ranks, self._name, self._group = ranks.rank, ranks.size, ranks, name, group
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "_Group | None":
         """None if their store is not to be had."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(0, 1, None)
-        if (met := cls.met()) is None:
+            return cls(Ranks(0, 1, None))
+        if (met := Ranks.met()) is None:
             return None
         members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        found = cls(members.index(met.rank), len(members), met._store)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store over a restart
-        found.name = f"plan/{_hash(members)[:16]}/{attempt}/{_calls[members]}"
-        found.group = group
+        name = f"plan/{_hash(members)[:16]}/{attempt}/{_calls[members]}"
         _calls[members] += 1
-        return found
+        return cls(met.within(members), name, group)
+
+    def compare(self, word: str) -> Difference | None:
+        """Two of them that say different words; None if all say the same."""
+        return self._ranks.compare(f"{self._name}/model", word)
 
     def tell(self, told: dict[str, Any]) -> None:
-        if self.size > 1:
-            self._store.set(f"headway/{self.name}/told", _packed(told))
+        self._ranks.tell(f"{self._name}/told", _packed(told))
 
     def hear(self) -> dict[str, Any]:
-        return _unpacked(self._awaited(f"headway/{self.name}/told", lambda: None))
+        return _unpacked(self._ranks.hear(f"{self._name}/told"))
 
     def part(self) -> None:
-        """Waits until all have heard of an error: the store may live in the first rank, which may end of it."""
-        if self.size > 1:
-            self._linger(f"headway/{self.name}/heard")
+        """Waits until all have heard of an error."""
+        self._ranks.linger(f"{self._name}/heard")
 
     def broadcast(self, plan: Any) -> Any:
         """For a plan that only pickle can take along, as TorchRec's own planner does."""
         held = [plan]
         if self.size > 1:
-            dist.broadcast_object_list(held, group=self.group, group_src=0)
+            dist.broadcast_object_list(held, group=self._group, group_src=0)
         return held[0]
 
 

@@ -1,12 +1,13 @@
 """The ranks of a job, and words they exchange through the store they have met through: no collective is needed."""
 
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from headway.meeting import met
 
 _PAUSE_S = 0.2
 """At most so long between two looks at the store."""
@@ -22,8 +23,7 @@ class Difference:
 
 
 class Ranks:
-    """The ranks of the default group. Their store is asked over a connection of its own: on the group's, a wait in
-    another thread would hold this one up."""
+    """The ranks of the default group."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size, self._store = rank, size, store
@@ -32,16 +32,12 @@ class Ranks:
     def met(cls) -> "Ranks | None":
         """Those that have met; None if there is no process group, or one without other ranks behind it, or this
         torch does not show its store."""
-        dist = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
-            return None
-        find = getattr(sys.modules["torch.distributed.distributed_c10d"], "_get_default_store", None)
-        if find is None:
-            return None
-        store = find()
-        with suppress(AttributeError, RuntimeError):  # an older torch's, or one of the user's own
-            store = store.clone()
-        return cls(dist.get_rank(), dist.get_world_size(), store)
+        found = met(own_connection=True)
+        return None if found is None or found.store is None else cls(*found)
+
+    def within(self, members: Sequence[int]) -> "Ranks":
+        """Those of a smaller group, numbered as in there."""
+        return Ranks(members.index(self.rank), len(members), self._store)
 
     def compare(self, name: str, word: str, waiting: Callable[[], object] = lambda: None) -> Difference | None:
         """Whether all ranks say the same word: None if they do. Comes back when all have said it, or one has said
@@ -60,8 +56,17 @@ class Ranks:
         verdict = self._awaited(f"{place}/verdict", waiting)
         if verdict == "same":
             return None
-        self._linger(f"{place}/read")
+        self.linger(f"{name}/{attempt}/read")
         return _difference(first, verdict)
+
+    def tell(self, name: str, word: str) -> None:
+        """Says something that the others wait to hear."""
+        if self.size > 1:
+            self._store.set(f"headway/{name}", word)
+
+    def hear(self, name: str) -> str:
+        """Waits for what another one tells."""
+        return self._awaited(f"headway/{name}", lambda: None)
 
     def _set_first(self, key: str, word: str) -> str:
         """Sets it unless it is set. Returns what it is."""
@@ -77,14 +82,17 @@ class Ranks:
             pause_s = min(2 * pause_s, _PAUSE_S)
         return str(self._store.get(key).decode())
 
-    def _linger(self, key: str) -> None:
-        """Waits until all have read the verdict: the store may live in this process, which is about to fail."""
+    def linger(self, name: str) -> None:
+        """Waits until all have come here, five seconds at most: the store may live in a process that is about to
+        fail, and others have yet to read why."""
+        if self.size == 1:
+            return
         until = time.monotonic() + _LINGER_S
         with suppress(RuntimeError):  # the store is gone: all have
-            count = self._store.add(key, 1)
+            count = self._store.add(f"headway/{name}", 1)
             while count < self.size and time.monotonic() < until:
                 time.sleep(0.01)
-                count = self._store.add(key, 0)
+                count = self._store.add(f"headway/{name}", 0)
 
 
 def _difference(one: str, other: str) -> Difference:

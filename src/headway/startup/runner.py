@@ -214,6 +214,7 @@ class _Execution:
                 for stage in self._order:
                     if stage.lane == "main" and self._may_begin(stage):
                         self._begins(stage)
+                        self._start_threads()  # what let it go first, if it need not have
                         return stage
             self._news.get()
 
@@ -235,10 +236,24 @@ class _Execution:
             self._threads.append(thread)
 
     def _may_begin(self, stage: Stage) -> bool:
-        if self._error is not None or stage.name in self._timings:
+        if self._error is not None or not self._is_waiting(stage):
             return False
-        is_free = not (stage.computes and any(self._graph.stages[name].computes for name in self._running))
-        return is_free and self.results.keys() >= self._graph.before(stage)
+        running = [self._graph.stages[name] for name in self._running]
+        if stage.computes and (any(other.computes for other in running) or self._main_is_first(stage, running)):
+            return False
+        return self.results.keys() >= self._graph.before(stage)
+
+    def _main_is_first(self, stage: Stage, running: Sequence[Stage]) -> bool:
+        """Whether the main thread is about to begin a stage that computes, too, and was declared before this one: that
+        goes first, since others may wait for it. In its own lane the order is that of declaration anyway."""
+        if stage.lane == "main" or any(other.lane == "main" for other in running):
+            return False
+        earlier = itertools.takewhile(lambda other: other is not stage, self._order)
+        waiting = [other for other in earlier if other.lane == "main" and other.computes and self._is_waiting(other)]
+        return any(self.results.keys() >= self._graph.before(other) for other in waiting)
+
+    def _is_waiting(self, stage: Stage) -> bool:
+        return stage.name not in self._timings
 
     def _begins(self, stage: Stage) -> None:
         self._running.add(stage.name)
