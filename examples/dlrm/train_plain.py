@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from serve import package
 from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dlrm import DLRM, HAS_TORCHREC, Losses, arguments, loader_of, optimizer_of, planner, shard, sharders, train_step
 
@@ -28,9 +28,10 @@ def build() -> nn.Module:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is saved."""
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
-    return {"model": bare.state_dict(), "optimizer": optimizer.state_dict()}
+    """What is saved, by names that do not depend on the number of ranks: TorchRec's own, or those that torch finds."""
+    if HAS_TORCHREC:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def stager_of(state: dict[str, Any], reused: bool) -> BlockingAsyncStager:
@@ -50,8 +51,11 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         return 0
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder / f"{whole[-1]:08}")
-    (model.module if isinstance(model, DistributedDataParallel) else model).load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    if HAS_TORCHREC:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    else:
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return whole[-1]
 
 
