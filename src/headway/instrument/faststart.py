@@ -55,7 +55,7 @@ class Imports:
         if session.recorder is None or not session.waited or os.environ.get("LOCAL_RANK", "0") != "0":
             return
         took = {name: ns for name, ns in session.watch.took_ns.items() if ns >= WORTH_NS and file_of(name)}
-        slow = sorted((name for name in took if is_installed(file_of(name))), key=lambda name: -took[name])
+        slow = sorted((name for name in took if not is_own(file_of(name))), key=lambda name: -took[name])
         late = [name for name in slow if self._sets and name not in self._before]
         modules = {name: (round(took[name] / 1e9, 3), file_of(name)) for name in slow if name not in late}
         if self._told and not modules:

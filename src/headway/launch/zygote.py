@@ -17,6 +17,7 @@ from typing import NoReturn
 from headway import sessions
 from headway.launch import worker
 from headway.launch.channel import Channel
+from headway.launch.keys import Keys
 from headway.launch.threads import count_threads, forbid_threads
 from headway.launch.worker import Hooks, folder_modules, turn_deaf, work
 
@@ -105,23 +106,32 @@ def _import_all(names: Sequence[str], folder: str) -> dict[str, str]:
 def _import_ahead(names: Sequence[str], folder: str, control: Channel) -> dict[str, str]:
     """Imports installed packages until one does what would not happen, or could be seen, in a fresh worker. Returns
     that one, and why."""
-    own, given = folder_modules(folder), dict(os.environ)
-    before = set(sys.modules)
-    hidden = own & before
-    for name in names:
-        control.send({"importing": name})  # it may be the last word
-        try:
-            importlib.import_module(name)
-        except (Exception, SystemExit) as error:
-            return {name: f"{type(error).__name__}: {error}"}
-        if shadows := sorted((own & sys.modules.keys()) - hidden):
-            return {name: f"the program has a module of its own called {shadows[0]}"}
-        if own_ones := sorted(each for each in sys.modules.keys() - before if not _is_installed(each)):
-            return {name: f"it imports {own_ones[0]}, which is not installed and may change"}
-        if unfit := _unfit():
-            return {name: unfit}
+    given = dict(os.environ)
+    with Keys() as keys:
+        for name in names:
+            control.send({"importing": name})  # it may be the last word
+            if why := _why_not_ahead(name, folder_modules(folder)):
+                return {name: why}
+            keys.begin()
+        keys.take()
     worker.imports_set.update(_changes(given, os.environ))
     return {}
+
+
+def _why_not_ahead(name: str, own: set[str]) -> str:
+    """Imports a package; why that should not have been done here, empty if all is well. `own` are modules of the
+    program's."""
+    before = set(sys.modules)
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    new = sys.modules.keys() - before
+    if shadows := sorted(own & new):
+        return f"the program has a module of its own called {shadows[0]}"
+    if strange := sorted(each for each in new if not _is_installed(each)):
+        return f"it imports {strange[0]}, which is not installed and may change"
+    return _unfit()
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
