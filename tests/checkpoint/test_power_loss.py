@@ -95,6 +95,27 @@ def calls(trace: Path, below: Path) -> Iterator[Call]:
             count += 1
 
 
+def in_order(found: list[Call], below: Path) -> list[Call]:
+    """As the calls must have come to pass: a thread that has made a folder may be interrupted before strace hears of
+    it, while another one puts something in there."""
+    order, there, at = list(found), {below}, 0
+    while at < len(order):
+        name, paths = order[at].name, [Path(path) for path in order[at].paths]
+        if missing := [str(path.parent) for path in paths if path != below and path.parent not in there]:
+            late = next(
+                i for i, call in enumerate(order) if i > at and call.name == "mkdir" and missing[0] in call.paths
+            )
+            order.insert(at, order.pop(late))
+            for i, call in enumerate(order[at + 1 : late + 1], at + 1):
+                if call.name == "sync" and call.number > at:  # the folder was in use by then, and so it was made
+                    order[i] = replace(call, number=call.number + 1)
+            continue
+        there |= {*paths} if name == "mkdir" else set()
+        there -= {*paths} if name == "rmdir" else set()
+        at += 1
+    return order
+
+
 def parsed(name: str, text: str, since: int, below: Path) -> Call | None:
     """None if it changes nothing there, and tells nobody of it."""
     if name == "sendmsg":
@@ -365,7 +386,9 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     end_keepers(base)
     assert done.returncode == 0, done.stderr
     saves = dict(line.split() for line in done.stdout.splitlines())
-    return Recording(base, list(calls(trace, base)), {tag: int(number) for tag, number in saves.items()})
+    return Recording(
+        base, in_order(list(calls(trace, base)), base), {tag: int(number) for tag, number in saves.items()}
+    )
 
 
 def strike_everywhere(recording: Recording, folder: Path) -> Checks:
@@ -387,6 +410,16 @@ def test_the_power_may_fail_after_any_system_call(recording: Recording, tmp_path
     assert any(call.name == "rmdir" for call in recording.calls), "something was pruned"
     assert len(found.loaded) >= len(told)
     assert found.looks > len(recording.calls)
+
+
+def test_a_folder_is_made_before_it_is_used_whatever_strace_hears_first() -> None:
+    made, used = Call("mkdir", ("/disk/root",)), Call("create", ("/disk/root/file",))
+    before, after, late = (Call("sync", ("/disk",), number=number) for number in (1, 2, 5))
+    gone, other = Call("rmdir", ("/disk/root",)), Call("mkdir", ("/disk/other",))
+    heard = [other, used, before, after, made, late, gone, made, used]
+    right = [other, made, used, before, replace(after, number=3), late, gone, made, used]
+    assert in_order(heard, Path("/disk")) == right
+    assert in_order(right, Path("/disk")) == right
 
 
 UPLOAD_TWICE = """
