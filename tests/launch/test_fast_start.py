@@ -300,6 +300,12 @@ def test_the_slowest_packages_come_first(prewarm: Prewarm, home: Path) -> None:
     assert Prewarm(home, "other.py").names() == []
 
 
+def test_little_that_is_new_waits_for_the_next_job(prewarm: Prewarm, home: Path) -> None:
+    prewarm.read = lambda pid, ticks: {"modules": {"c": (0.05, str(home / "own.py"))}, "sources": []}
+    assert not prewarm.look(2, 2), "not worth another zygote beside the training"
+    assert Prewarm(home, "train.py").names() == ["a", "b", "c"]
+
+
 def test_a_package_that_was_installed_anew_is_learned_anew_even_if_it_was_dropped(prewarm: Prewarm, home: Path) -> None:
     prewarm.drop(["b"], "it starts a thread")
     assert Prewarm(home, "train.py").names() == ["a"]

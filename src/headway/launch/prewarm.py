@@ -21,6 +21,9 @@ from headway.paths import folder_name
 MOST = 40
 """Packages to import ahead, at most: those that take longest."""
 
+WORTH_S = 0.2
+"""What another zygote has to spare a restart for it to be made beside the training, which it takes a core from."""
+
 _CHANGES = re.compile(r"\benviron\b|\bputenv\b|\bsys\.path\b|\bload_dotenv\b")
 """Words of a program that may have a package behave otherwise if it is imported later."""
 
@@ -69,7 +72,8 @@ class Prewarm:
         return sorted(good, key=lambda name: -self.packages[name].seconds)[:MOST]
 
     def look(self, pid: int, ticks: int) -> bool:
-        """Takes what a worker told of its imports, the process that started then; True if some are new."""
+        """Takes what a worker told of its imports, the process that started then; True if some are new, and so many
+        that the next restart should find them. The next job does in any case."""
         if pid == self._heard or (told := self.read(pid, ticks)) is None:
             return False
         self._heard = pid
@@ -82,7 +86,7 @@ class Prewarm:
         if new:
             self.tell(f"from the next start on: {', '.join(new)}", True)
         self.save()
-        return bool(new)
+        return sum(seconds for seconds, _ in new.values()) >= WORTH_S
 
     def patience_s(self, name: str) -> float:
         """How long a start may be kept waiting for this one: longer than it takes on a machine that is busy."""
