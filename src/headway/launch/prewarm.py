@@ -86,7 +86,7 @@ class Prewarm:
         if new:
             self.tell(f"from the next start on: {', '.join(new)}", True)
         self.save()
-        return sum(seconds for seconds, _ in new.values()) >= WORTH_S
+        return sum(self.packages[name].seconds for name in new) >= WORTH_S
 
     def patience_s(self, name: str) -> float:
         """How long a start may be kept waiting for this one: longer than it takes on a machine that is busy."""
