@@ -28,10 +28,10 @@ from headway.observe.summary import summary
 from headway.observe.terminal import duration, render
 
 OUT = Path("out", "demo")
-SAVE_EVERY, STEP_S = 60, 0.25
-"""The plain one saves every 15 s, which is near its best for a fault every few minutes; faults come in between."""
-FAULTS, STEPS = [Fault("kill", 90), Fault("exception", 150), Fault("notice", 210)], 300
-QUICK_FAULTS, QUICK_STEPS = [Fault("kill", 25)], 40
+SAVE_EVERY, STEP_S = 48, 0.25
+"""The plain one saves every 12 s, which is near its best for a fault every four minutes; faults come in between."""
+FAULTS, STEPS = [Fault("kill", 72), Fault("exception", 120), Fault("notice", 168)], 240
+QUICK_FAULTS, QUICK_STEPS, QUICK_SAVE_EVERY = [Fault("kill", 24)], 40, 16
 WORDS = {"kill": "rank 1 is killed", "exception": "a read of rank 1 fails", "notice": "the job is told to leave"}
 CELLS = 62
 HOME = f"HEADWAY_HOME={OUT / 'headway' / 'machine' / 'home'}"
@@ -54,7 +54,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     try:
         for arm in (PLAIN, COLD):
-            outcomes.append(run(arm, faults, steps, outcomes, console))
+            outcomes.append(run(arm, faults, steps, outcomes, console, QUICK_SAVE_EVERY if quick else SAVE_EVERY))
     except Stuck as problem:
         console.print(str(problem), markup=False)
         return 1
@@ -76,11 +76,11 @@ def main() -> int:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def run(arm: Arm, faults: list[Fault], steps: int, before: list[Outcome], console: Console) -> Outcome:
+def run(arm: Arm, faults: list[Fault], steps: int, before: list[Outcome], console: Console, save_every: int) -> Outcome:
     """One job, shown while it runs: live on a terminal, else a line now and then."""
     folder = OUT / ("headway" if arm.is_headway else "plain")
     drill = Drill(
-        arm, folder.absolute(), folder.absolute() / "machine", steps=steps, save_every=SAVE_EVERY, step_s=STEP_S
+        arm, folder.absolute(), folder.absolute() / "machine", steps=steps, save_every=save_every, step_s=STEP_S
     )
     began, shown = time.monotonic(), 0.0
     with Live(console=console, auto_refresh=False, transient=True) as live:

@@ -27,6 +27,8 @@ from headway.observe.summary import summary
 from headway.paths import JobPaths
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "dlrm"
+READ_AHEAD = 10
+"""So many steps before its batch is trained on, a read fails: the worker is that far ahead."""
 PATIENCE_S = 180.0
 """Longest wait for one more step: the cold compilation, and the minute a broken collective may take, included."""
 
@@ -37,6 +39,11 @@ class Fault(NamedTuple):
     kind: str
     """`kill`: SIGKILL of rank 1. `exception`: a read of rank 1 fails. `notice`: the launcher is told to leave."""
     at: int
+
+    @property
+    def since(self) -> int:
+        """When it has to be arranged: batches are read before they are trained on."""
+        return self.at - READ_AHEAD if self.kind == "exception" else self.at
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,12 @@ def arms() -> list[Arm]:
 
 FAIR = (
     "each attempt of torchrun's has a fresh store, without which most of its restarts fail; collectives give up after "
-    "60 s; a loop starts the job again after a notice; its compiled code stays on the machine between attempts"
+    "60 s; a loop starts the job again after a notice, for which the script has no handler; compiled code stays on the "
+    "machine between attempts; one fixed interval, near the best for what its saves cost"
 )
 """What the plain arms are given."""
+BETTER = "memory that is reused from save to save, and compiled code that a job before it has left on the machine"
+"""What the best settings add. ft_launcher is torchrun's script, under nvidia's launcher."""
 
 
 @dataclass
@@ -98,6 +108,8 @@ class Outcome:
     """Of the last step."""
     faults: list[tuple[Fault, int]]
     """Each with the number of the attempt that came after it."""
+    recovering: list[tuple[float, float]]
+    """Of each attempt, the seconds of recovery before its first step and after its last one."""
 
     def seconds(self, *prefixes: str, attempt: int | None = None) -> float:
         """Time in the buckets that begin so."""
@@ -106,13 +118,19 @@ class Outcome:
 
     def lost_to(self, kind: str) -> list[tuple[float, float]]:
         """For each fault of a kind the seconds until the job trained again, and those it spent on steps again."""
-        after = [attempt for fault, attempt in self.faults if fault.kind == kind]
-        return [(self.seconds("recover.", attempt=each), self._repeated(each)) for each in after]
+        numbers = [number for _, number in self.faults] + [len(self.recovering)]
+        spans = zip(self.faults, numbers[1:], strict=True)
+        return [(self._until(at, end), self._again(at, end)) for (fault, at), end in spans if fault.kind == kind]
 
-    def _repeated(self, attempt: int) -> float:
-        return self.seconds("waste.repeated_steps", attempt=attempt) + self.seconds(
-            "waste.unsaved_steps", attempt=attempt - 1
+    def _until(self, first: int, end: int) -> float:
+        """Recovery from the last step before these attempts on, up to the next fault."""
+        return sum(before for before, _ in self.recovering[first:end]) + sum(
+            after for _, after in self.recovering[first - 1 : end - 1]
         )
+
+    def _again(self, first: int, end: int) -> float:
+        repeated = sum(self.seconds("waste.repeated_steps", attempt=each) for each in range(first, end))
+        return repeated + sum(self.seconds("waste.unsaved_steps", attempt=each) for each in range(first - 1, end - 1))
 
 
 class Stuck(Exception):
@@ -150,11 +168,11 @@ class Drill:
             process, since = self._started(log), time.monotonic()
             try:
                 while (code := process.poll()) is None or self.step + 1 < self.steps:
-                    if code is not None:  # it was told to leave, and a scheduler starts it again
+                    since = time.monotonic() if self._look() else since
+                    if code is not None and self.step + 1 < self.steps:  # told to leave: a scheduler starts it again
                         self._check_left(code, met)
                         process = self._started(log)
-                    since = time.monotonic() if self._look() else since
-                    if due and self.step >= due[0].at:
+                    if due and self.step >= due[0].since:
                         fault = due.pop(0)
                         met.append((fault, len(self.ledger().attempts)))
                         self._inject(fault, process)
@@ -169,7 +187,9 @@ class Drill:
         if process.returncode:
             raise Stuck(f"{self.arm.name} ended with exit code {process.returncode}. {self._last_words()}")
         self._look()
-        return Outcome(self.arm, summary(self.ledger()), self._losses, self._checkpoint(), met)
+        ledger = self.ledger()
+        recovering = [(before / 1e9, after / 1e9) for before, after in (each.recovering_ns for each in ledger.attempts)]
+        return Outcome(self.arm, summary(ledger), self._losses, self._checkpoint(), met, recovering)
 
     def _started(self, log: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(self._command, env=self._environ, stdout=log, stderr=subprocess.STDOUT)

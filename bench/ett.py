@@ -14,24 +14,24 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from bench.__main__ import print_table
-from bench.drill import FAIR, PLAIN, WARM, Arm, Drill, Fault, Outcome, arms, same_state
+from bench.drill import BETTER, FAIR, NVIDIA, PLAIN, WARM, Arm, Drill, Fault, Outcome, arms, same_state
 from bench.measure import Row, machine
 
 OUT = Path("out", "ett").absolute()
-STEP_S, SAVE_EVERY = 0.25, 60
+STEP_S, SAVE_EVERY = 0.25, 48
 """The shortest a step may be, as with an accelerator that the host waits for; and after how many steps the plain arms
-save: 15 s, near the best for what their saves cost and a fault every four minutes."""
+save: 12 s, near the best for what their saves cost and a fault every four minutes."""
 KINDS = ("kill", "exception", "notice")
 AFTER = (1 / 6, 1 / 2, 5 / 6)
 """How far into an interval of the plain arms the faults come: on average half of it is lost."""
-STEPS = 4 * SAVE_EVERY + 40
+STEPS = 4 * SAVE_EVERY + 32
 JOB_S = 1800.0
 EVERY_S = {"a fault every 4 minutes": 240.0, "a fault every minute": 60.0}
 
@@ -44,7 +44,8 @@ def faults(number: int) -> list[Fault]:
 
 # --- what arms lose --------------------------------------------------------------------------------------------------
 
-STEADY = ("waste.checkpoint_blocking", "waste.data_wait", "waste.recompilation", "waste.evaluation", "waste.stall")
+BLOCKING = "waste.checkpoint_blocking"
+STEADY = ("waste.data_wait", "waste.recompilation", "waste.evaluation", "waste.stall")
 
 
 @dataclass
@@ -59,31 +60,41 @@ class Losses:
     """Until it trained again, by kind of fault."""
     again: list[float]
     """Steps trained again, after each fault that loses any."""
+    faults: list[float]
+    """All that was lost to a fault, the mean of a job's."""
+    blocking: list[float]
+    """By checkpoints, in a second of training."""
     steady: list[float]
-    """In an hour of training."""
+    """Otherwise, in a second of training."""
     step: list[float]
     """What a new step takes, with what is lost in between."""
     unattributed: list[float]
     """Percent."""
 
-    def fault(self, kind: str) -> float:
-        """Lost to one fault of this kind."""
-        return median(self.recover[kind]) + self.repeated(kind)
+    def fault(self, kind: str, interval: float = 1.0) -> float:
+        """Lost to one fault of this kind; with so many times the interval between saves that was measured."""
+        return median(self.recover[kind]) + interval * self.repeated(kind)
 
     def repeated(self, kind: str) -> float:
         """Of that, steps trained again: of all faults that lose any, since where they come in an interval decides."""
         return mean(self.again) if kind in self.lose else 0.0
 
-    @property
-    def mean_fault(self) -> float:
-        return mean(self.fault(kind) for kind in KINDS)
+    def mean_fault(self, interval: float = 1.0) -> float:
+        """Lost to one fault, if the kinds are as frequent as each other."""
+        return mean(self.fault(kind, interval) for kind in KINDS)
 
-    def ett_percent(self, every_s: float) -> float:
-        """Of a job of thirty minutes with a fault of each kind in turn, one every so many seconds."""
-        count = math.ceil(JOB_S / every_s) - 1
-        lost = median(self.start) + median(self.shutdown) + count * self.mean_fault
-        share = median(self.steady) / 3600
-        return 100 * max(0.0, JOB_S - lost) / (1 + share) / JOB_S
+    def ett_percent(self, every_s: float, job_s: float = JOB_S, interval: float = 1.0) -> float:
+        """Of a job of so long with a fault of each kind in turn, one every so many seconds."""
+        count = math.ceil(job_s / every_s) - 1
+        lost = median(self.start) + median(self.shutdown) + count * self.mean_fault(interval)
+        share = median(self.steady) + median(self.blocking) / interval
+        return 100 * max(0.0, job_s - lost) / (1 + share) / job_s
+
+    def best_percent(self, every_s: float) -> float:
+        """The same with the fixed interval that is best for it, as if that had been known. headway finds its own."""
+        if self.lose != KINDS:
+            return self.ett_percent(every_s)
+        return max(self.ett_percent(every_s, interval=2 ** (power / 4)) for power in range(-10, 5))
 
 
 def losses_of(outcomes: list[Outcome]) -> Losses:
@@ -97,7 +108,7 @@ def losses_of(outcomes: list[Outcome]) -> Losses:
                 recover[kind].append(until + (0.0 if kind in lose else repeated))
                 again += [repeated] if kind in lose else []
     trained = [outcome.seconds("training.") for outcome in outcomes]
-    between = [outcome.seconds(*STEADY) for outcome in outcomes]
+    between = [outcome.seconds(BLOCKING, *STEADY) for outcome in outcomes]
     steps = [outcome.report["steps"]["new"] for outcome in outcomes]
     return Losses(
         lose=lose,
@@ -105,7 +116,9 @@ def losses_of(outcomes: list[Outcome]) -> Losses:
         shutdown=[outcome.seconds("shutdown.") for outcome in outcomes],
         recover=recover,
         again=again,
-        steady=[3600 * lost / seconds for lost, seconds in zip(between, trained, strict=True)],
+        faults=[mean(sum(lost) for kind in KINDS for lost in outcome.lost_to(kind)) for outcome in outcomes],
+        blocking=[outcome.seconds(BLOCKING) / seconds for outcome, seconds in zip(outcomes, trained, strict=True)],
+        steady=[outcome.seconds(*STEADY) / seconds for outcome, seconds in zip(outcomes, trained, strict=True)],
         step=[(lost + seconds) / count for lost, seconds, count in zip(between, trained, steps, strict=True)],
         unattributed=[100 * outcome.seconds("unattributed") / outcome.report["wall_s"] for outcome in outcomes],
     )
@@ -145,8 +158,8 @@ def job(
 def thirty_minutes(losses: Losses, every_s: float, job_s: float) -> tuple[Outcome, Outcome]:
     """A job with headway and a fault every so many seconds, and one that nothing happens to, of the same steps."""
     a_step, count = median(losses.step), math.ceil(job_s / every_s) - 1
-    between = round((every_s - losses.mean_fault) / a_step)
-    steps = round((job_s - median(losses.start) - count * losses.mean_fault) / a_step)
+    between = round((every_s - losses.mean_fault()) / a_step)
+    steps = round((job_s - median(losses.start) - count * losses.mean_fault()) / a_step)
     due = [Fault(KINDS[number % 3], (number + 1) * between) for number in range(count)]
     real = job(WARM, "real", steps, [fault for fault in due if fault.at < steps - 20])
     calm = job(PLAIN, "calm", steps, [], step_s=0.0, save_every=steps)
@@ -157,13 +170,13 @@ def thirty_minutes(losses: Losses, every_s: float, job_s: float) -> tuple[Outcom
 
 
 def told(losses: dict[str, Losses]) -> str:
-    """A table of what each arm loses."""
+    """A table of what each arm loses: medians, and the least and most of all rounds."""
     lines = [["", "a start", *(f"a {kind}" for kind in KINDS), "of that again", "an hour", "the end", *EVERY_S]]
     for name, lost in losses.items():
-        seconds = [median(lost.start), *(lost.fault(kind) for kind in KINDS), mean(lost.again)]
-        seconds += [median(lost.steady), median(lost.shutdown)]
-        lines.append([name, *(f"{each:.1f} s" for each in seconds)])
-        lines[-1] += [f"{lost.ett_percent(every_s):.1f}%" for every_s in EVERY_S.values()]
+        hour = [3600 * (one + other) for one, other in zip(lost.steady, lost.blocking, strict=True)]
+        cells = [spread(lost.start), *(f"{lost.fault(kind):.1f} s" for kind in KINDS), spread(lost.again, mean)]
+        cells += [spread(hour), spread(lost.shutdown)]
+        lines.append([name, *cells, *(f"{lost.best_percent(every_s):.1f}%" for every_s in EVERY_S.values())])
     widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
     return "\n".join(
         "  ".join(c.rjust(w) if at else c.ljust(w) for at, (c, w) in enumerate(zip(line, widths, strict=True)))
@@ -171,18 +184,25 @@ def told(losses: dict[str, Losses]) -> str:
     )
 
 
+def spread(seconds: list[float], middle: Callable[[list[float]], float] = median) -> str:
+    """A figure, and between which it lies."""
+    return f"{middle(seconds):.1f} s ({min(seconds):.1f}…{max(seconds):.1f})"
+
+
 def bars(losses: dict[str, Losses], found: dict[str, list[Outcome]]) -> list[Row]:
     """What has to hold of what is lost."""
     ours, plain = losses[WARM.name], losses[PLAIN.name]
     peers = {name: lost for name, lost in losses.items() if not name.startswith("headway")}
-    best = min(peers, key=lambda name: peers[name].mean_fault)
+    best = min(peers, key=lambda name: median(peers[name].faults))
     note = ", ".join(f"{kind} {plain.fault(kind) / ours.fault(kind):.1f}×" for kind in KINDS)
     steps = {name: {json.dumps(sorted(each.losses.items())) for each in many} for name, many in found.items()}
     same = len(set().union(*steps.values())) - 1
+    unattributed = [percent for lost in losses.values() for percent in lost.unattributed]
     return [
-        Row("lost to a fault, all kinds", "s", [ours.mean_fault], [plain.mean_fault], "torchrun", times=5, note=note),
-        Row("…", "s", [ours.mean_fault], [peers[best].mean_fault], f"the best peer: {best}", times=2),
+        Row("lost to a fault, all kinds", "s", ours.faults, plain.faults, "torchrun", times=5, note=note),
+        Row("…", "s", ours.faults, peers[best].faults, f"the best peer: {best}", times=2),
         Row("lost to a warm start", "s", ours.start, plain.start, "torchrun", times=2),
+        Row("not attributed, most of all jobs", "%", [max(unattributed)], at_most=1),
         Row("jobs whose losses differ, of all arms", "jobs", [float(same)], at_most=0),
     ]
 
@@ -221,14 +241,16 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
     for at, (part, colour) in enumerate(parts.items()):
         seconds = [median(lost.start) if part == "a start" else lost.fault(part.split()[1]) for lost in losses.values()]
         places = [-row + (1.5 - at) * height for row in range(len(names))]
-        drawn = left.barh(places, seconds, height, color=colour, label=part)
+        samples = [lost.start if part == "a start" else lost.recover[part.split()[1]] for lost in losses.values()]
+        ranges = [[median(each) - min(each) for each in samples], [max(each) - median(each) for each in samples]]
+        drawn = left.barh(places, seconds, height, color=colour, label=part, xerr=ranges, error_kw={"linewidth": 0.8})
         left.bar_label(drawn, fmt="%.1f", fontsize=7, padding=2)
     left.set_yticks([-row for row in range(len(names))], names)
     left.set_xlabel("seconds lost to")
     left.legend(frameon=False, fontsize=8)
     for at, (what, every_s) in enumerate(EVERY_S.items()):
         places = [-row + (0.5 - at) * 2 * height for row in range(len(names))]
-        shares = [lost.ett_percent(every_s) for lost in losses.values()]
+        shares = [lost.best_percent(every_s) for lost in losses.values()]
         drawn = right.barh(places, shares, 2 * height, color=("#12b886", "#0c7c5c")[at], label=what)
         right.bar_label(drawn, fmt="%.1f%%", fontsize=8, padding=2)
     right.set_yticks([])
@@ -240,19 +262,31 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def as_json(losses: dict[str, Losses], rows: Iterable[Row]) -> dict[str, Any]:
+def as_json(losses: dict[str, Losses], rows: Iterable[Row], real: Outcome | None) -> dict[str, Any]:
     """Everything, samples included."""
+    kept = real and {
+        "ledger": real.report["ledger"], "ett_percent": real.report["ett_percent"], "steps": real.report["steps"],
+        "faults": {kind: real.lost_to(kind) for kind in KINDS},
+    }  # fmt: skip
     return {
-        "machine": machine(), "fair": FAIR, "step_s": STEP_S, "save_every": SAVE_EVERY,
+        "machine": machine(), "fair": FAIR, "best_settings": BETTER, "step_s": STEP_S, "save_every": SAVE_EVERY,
         "arms": {
             name: vars(lost) | {
-                "fault_s": {kind: lost.fault(kind) for kind in KINDS}, "mean_fault_s": lost.mean_fault,
-                "ett_percent": {what: lost.ett_percent(every_s) for what, every_s in EVERY_S.items()},
+                "fault_s": {kind: lost.fault(kind) for kind in KINDS},
+                "ett_percent": {what: lost.best_percent(every_s) for what, every_s in EVERY_S.items()},
             }
             for name, lost in losses.items()
         },
-        "bars": [row.as_json() for row in rows],
+        "real": kept, "bars": [row.as_json() for row in rows],
     }  # fmt: skip
+
+
+def tell(losses: dict[str, Losses], rows: list[Row], real: Outcome | None = None) -> None:
+    """Prints and writes all that is known so far."""
+    print(f"\nSeconds lost to\n{told(losses)}\n")
+    print_table(rows)
+    draw(losses, OUT / "ett.png")
+    (OUT / "ett.json").write_text(json.dumps(as_json(losses, rows, real), indent=1))
 
 
 def main() -> int:
@@ -262,19 +296,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of the real job; 0: none")
     asked = parser.parse_args()
     shutil.rmtree(OUT, ignore_errors=True)
-    began = time.monotonic()
-    print(f"The plain arms are given: {FAIR}.")
+    began, every_s, job_s = time.monotonic(), EVERY_S["a fault every 4 minutes"], 60 * asked.minutes
+    print(f"The plain arms are given: {FAIR}. The best settings add {BETTER}.")
+    if NVIDIA not in arms():
+        print("ft_launcher is left out: it cannot be run here.")
     found = turns(arms(), asked.rounds)
     losses = {name: losses_of(outcomes) for name, outcomes in found.items()}
     rows = bars(losses, found)
+    tell(losses, rows)
     if asked.minutes:
-        every_s = EVERY_S["a fault every 4 minutes"]
-        real, calm = thirty_minutes(losses[WARM.name], every_s, 60 * asked.minutes)
-        rows += real_bars(real, calm, losses[WARM.name].ett_percent(every_s))
-    print(f"\nSeconds lost to\n{told(losses)}\n")
-    print_table(rows)
-    draw(losses, OUT / "ett.png")
-    (OUT / "ett.json").write_text(json.dumps(as_json(losses, rows), indent=1))
+        real, calm = thirty_minutes(losses[WARM.name], every_s, job_s)
+        rows += real_bars(real, calm, losses[WARM.name].ett_percent(every_s, job_s))
+        tell(losses, rows, real)
     missed = [row.name for row in rows if row.met is False]
     print(f"\n{OUT / 'ett.json'}, ett.png: {(time.monotonic() - began) / 60:.0f} minutes.", end=" ")
     print(f"Missed: {'; '.join(missed)}." if missed else "Every bar is met.")
