@@ -25,6 +25,9 @@ TORCH = """
 class cuda:
     is_initialized = staticmethod(lambda: False)
     _is_in_bad_fork = staticmethod(lambda: False)
+class backends:
+    class cuda:
+        is_built = staticmethod(lambda: True)
 class default_generator:
     seed = staticmethod(lambda: None)
 """

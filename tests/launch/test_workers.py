@@ -249,6 +249,9 @@ TORCH = """
 class cuda:
     is_initialized = staticmethod(lambda: False)
     _is_in_bad_fork = staticmethod(lambda: False)
+class backends:
+    class cuda:
+        is_built = staticmethod(lambda: True)
 class default_generator:
     seed = staticmethod(lambda: None)
 """
@@ -478,7 +481,7 @@ def test_an_import_that_starts_a_thread_means_fresh_workers(folder: Path) -> Non
 def test_an_import_after_which_forks_have_no_cuda_means_fresh_workers(folder: Path) -> None:
     (folder / "sibling.py").write_text(
         "import os, torch\ndef poison():\n    torch.cuda._is_in_bad_fork = lambda: True\n"
-        "os.register_at_fork(after_in_child=poison)\n"
+        "os.register_at_fork(after_in_child=poison)\ntorch.backends.cuda.is_built = lambda: True\n"
     )
     warm, [note], _ = start(folder, preload="sibling")
     assert warm == [False]

@@ -162,9 +162,12 @@ def _unfit() -> str:
 
 def _children_lack_cuda() -> bool:
     """Whether torch refuses CUDA to forked processes. It does even after an import only counted the devices."""
+    torch = sys.modules["torch"]
+    if not torch.backends.cuda.is_built():
+        return False
     child = os.fork()
     if not child:
-        os._exit(getattr(sys.modules["torch"].cuda, "_is_in_bad_fork", bool)())
+        os._exit(getattr(torch.cuda, "_is_in_bad_fork", bool)())
     return os.waitpid(child, 0)[1] != 0
 
 
