@@ -1,5 +1,6 @@
 """The docs say what is there: links lead somewhere, code runs, every option, setting, bucket and activity is named."""
 
+import difflib
 import re
 import subprocess
 import sys
@@ -73,6 +74,13 @@ def test_the_code_in_the_reference_runs(home: Path, tmp_path: Path) -> None:
     names: dict[str, object] = {}
     exec(story, names)
     names["test_my_dashboard_shows_a_failure"](tmp_path / "story")  # type: ignore[operator]
+
+
+def test_the_two_scripts_of_the_comparison_differ_as_is_shown() -> None:
+    names = ("train_plain.py", "train_headway.py")
+    plain, ours = ((ROOT / "examples" / "dlrm" / name).read_text().splitlines() for name in names)
+    differ = "\n".join(difflib.unified_diff(plain, ours, *names, n=0, lineterm=""))
+    assert differ in (ROOT / "docs" / "proof.md").read_text(), f"the whole difference is now:\n{differ}"
 
 
 def test_every_command_and_option_is_documented() -> None:
