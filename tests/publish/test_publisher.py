@@ -114,6 +114,32 @@ def test_what_is_published_stays_so_when_its_checkpoint_is_gone(place: Place) ->
     assert place.state()["phase"] == "published"
 
 
+def test_a_published_request_that_is_submitted_again_publishes_what_has_changed(place: Place) -> None:
+    assert place.publish().returncode == 0
+    (first,) = place.complete()
+    for changed in (lambda: None, lambda: place.recipe(RECIPE + "# changed\n"), lambda: place.save(generation=2)):
+        changed()
+        done = place.run("submit", place.state()["id"], "--allow", "size")
+        assert done.returncode == 0, done.stderr
+        assert "It is published by process" in done.stdout
+        wait_until(lambda: place.state()["phase"] == "published")
+        assert not catalog.find(open_storage(place.root), NAME).pinned
+    assert len(place.complete()) == 3
+    assert place.state()["version"] != first.name
+
+
+def test_a_checkpoint_saved_again_and_gone_before_it_is_published_is_no_success(place: Place) -> None:
+    place.publish()
+    place.save(generation=2)
+    place.recipe("def publish(anchor, out): raise ValueError")
+    assert place.publish().returncode == 1
+    shutil.rmtree(place.root / NAME)
+    done = place.run("run", place.state()["id"])
+    assert done.returncode == 2
+    assert "there is no checkpoint" in done.stderr
+    assert (place.state()["phase"], place.state()["version"]) == ("failed", "")
+
+
 def test_a_publisher_that_died_after_it_had_published_leaves_nothing_behind(place: Place) -> None:
     dies = "def dies(*args, **more): add(*args, **more); os.kill(os.getpid(), 9)\nVersions.add = dies\n"
     place.recipe(f"{RECIPE}from headway.publish.versions import Versions\nadd = Versions.add\n{dies}")

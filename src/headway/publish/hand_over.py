@@ -49,12 +49,15 @@ def ask(home: Path, request: Request, known: Mapping[str, Any], progress: Progre
     """Has the checkpoint kept, and writes down what is to become of it. Returns also the checkpoint's step."""
     storage, name = open_storage(request.root), request.checkpoint
     try:
-        step = pin(storage, name, request.id, request.what.recipe, known, progress).step
+        manifest = pin(storage, name, request.id, request.what.recipe, known, progress)
+        step, content = manifest.step, manifest.content
     except NotCommitted:  # the publisher waits for it
-        step = step_of(name) or 0
+        step, content = step_of(name) or 0, ""
     desk = open_desk(home, request)
-    if desk.state().phase not in ("running", "retrying", "published"):
-        desk.change(phase="waiting", problem="", category="")
+    if (state := desk.state()).phase not in ("running", "retrying"):
+        # Of one that was published before, the publisher finds the version again, unless something has changed.
+        version = state.version if state.anchor == content else ""
+        desk.change(phase="waiting", problem="", category="", version=version)
     try:
         check_request(request)
     except InputError as error:

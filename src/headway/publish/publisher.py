@@ -15,7 +15,7 @@ import xxhash
 
 from headway.errors import InputError
 from headway.publish import named
-from headway.publish.anchor import Anchor, open_anchor, unpin
+from headway.publish.anchor import Anchor, open_anchor, pinned, unpin
 from headway.publish.card import card
 from headway.publish.layout import WORK, VersionManifest
 from headway.publish.out import Out, Rejected
@@ -69,7 +69,9 @@ class Publisher:
         version = self._versions.with_key(anchor.step, key) or self._made(anchor, key, make)
         shutil.rmtree(self._work, ignore_errors=True)
         why_not = self._serve(version)
-        self._desk.change(version=version.name)  # from here on the checkpoint is not needed
+        self._desk.change(
+            version=version.name, anchor=anchor.manifest.content
+        )  # from here on the checkpoint is not needed
         unpin(open_storage(self.request.root), self.request.checkpoint, self.request.id)
         return self._ended(version, why_not)
 
@@ -82,7 +84,11 @@ class Publisher:
 
     def _published(self) -> Version | None:
         """What was published before, if it is there: its checkpoint may be gone since."""
-        name = self._desk.state().version
+        state, request = self._desk.state(), self.request
+        kept = pinned(open_storage(request.root), request.checkpoint, request.id)
+        if kept is not None and kept.content != state.anchor:  # it was saved again, and that was not published
+            return None
+        name = state.version
         found = [each for each in self._versions.all() if name and each.name == name and each.state == "complete"]
         return found[0] if found else None
 

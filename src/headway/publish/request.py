@@ -147,6 +147,8 @@ class State:
     """What kind of failure that was."""
     version: str = ""
     """The name of what was published."""
+    anchor: str = ""
+    """The content of the checkpoint that it was made of: one of the same name may have been saved since."""
     began_s: float = 0.0
     changed_s: float = 0.0
     node: str = ""
