@@ -73,6 +73,22 @@ def test_a_recipe_that_was_changed_is_another_one(place: Place) -> None:
     assert place.run("promote", str(place.to), second.name).stdout == f"latest is {second.name}.\n"
 
 
+def test_a_recipe_whose_imported_code_was_changed_is_another_one(place: Place) -> None:
+    beside, later = place.folder / "beside_it.py", place.folder / "imported_later.py"
+    beside.write_text("")
+    later.write_text("")
+    place.recipe(
+        "import beside_it\n" + RECIPE.replace("def make(folder):", "def make(folder):\n    import imported_later")
+    )
+    assert place.publish().returncode == 0
+    later.write_text("# changed\n")
+    assert place.publish().returncode == 0
+    assert len(place.complete()) == 1, "what a step imports is no part of the recipe's name"
+    beside.write_text("# changed\n")
+    assert place.publish().returncode == 0
+    assert len(place.complete()) == 2
+
+
 def test_an_older_step_that_is_published_late_is_not_served(place: Place) -> None:
     place.save(200, 2)
     assert place.publish().returncode == 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,14 @@ class Anchor:
 
         self.shards.load(model, count)
         return model
+
+
+def torch_version() -> str:
+    """torch's, without importing it; empty if there is none."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
 
 
 def checkpoint_at(path: str) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,9 @@ from headway.checkpoint.layout import step_of
 from headway.errors import HeadwayError, InputError
 from headway.events.process import without_logins
 from headway.publish import named
-from headway.publish.anchor import Code, NotCommitted, pin, pinned
+from headway.publish.anchor import Code, NotCommitted, pin, pinned, torch_version
 from headway.publish.ready import ready
-from headway.publish.request import Desk, Publish, Request, all_desks, open_desk, request_id
+from headway.publish.request import REQUEST, Desk, Publish, Request, open_desk, request_id
 from headway.publish.runners import runner_named
 from headway.storage import Progress, open_storage
 
@@ -41,7 +40,7 @@ def hand_over(
         "runner": what.runner,
     }  # fmt: skip
     try:
-        known = {"job": process.job, "attempt": process.attempt, "data": dict(data), "torch": _torch()}
+        known = {"job": process.job, "attempt": process.attempt, "data": dict(data), "torch": torch_version()}
         desk, step = ask(home, request, known | (code.told() if code else {}))
         where = submit(desk)
         return told | {"step": step, "submitted": True, "why": "", "where": where}
@@ -58,10 +57,8 @@ def _left(home: Path, request: Request) -> str:
     except (HeadwayError, OSError):  # a store that does not answer has not kept it either, as far as is known
         is_kept = False
     kept = "is kept for it" if is_kept else "is not pinned for it, and may be pruned like any other"
-    is_asked = any(desk.folder.name == request.id for desk in all_desks(home))
-    return (
-        f"{anchor} {kept}. Then: {_submit_again(request) if not is_asked else f'headway publish submit {request.id}'}"
-    )
+    is_asked = os.path.isfile(home / "publish" / request.id / REQUEST)  # never raises, whatever is wrong with the home
+    return f"{anchor} {kept}. Then: {f'headway publish submit {request.id}' if is_asked else _submit_again(request)}"
 
 
 def _submit_again(request: Request) -> str:
@@ -143,10 +140,3 @@ def _device() -> str:
         return "cpu"
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found.type if found is not None else "cpu"
-
-
-def _torch() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""

@@ -15,7 +15,7 @@ import xxhash
 
 from headway.errors import InputError
 from headway.publish import named
-from headway.publish.anchor import Anchor, open_anchor, pinned, unpin
+from headway.publish.anchor import Anchor, open_anchor, pinned, torch_version, unpin
 from headway.publish.card import card
 from headway.publish.layout import WORK, VersionManifest
 from headway.publish.out import Out, Rejected
@@ -51,6 +51,7 @@ class Publisher:
         self._name = f"{self.request.id}-{desk.token}"
         self._doing, self._told_at = "", 0.0
         self._out: Out | None = None
+        self._checks: dict[str, Callable[..., Any]] = {}
         self.steps: dict[str, float] = {}
         """How many seconds each step took, when it was done."""
 
@@ -65,7 +66,8 @@ class Publisher:
             return self._ended(version, f"it was published before; it cannot be made again: {error}")
         with self._span("recipe"):
             make = self._recipe()
-        key = self._key(anchor)
+            self._checks = {name: self._function(name) for name in self.request.what.checks}
+            key = self._key(anchor)  # here, where all is imported that a try begins with, and nothing has been run
         version = self._versions.with_key(anchor.step, key) or self._made(anchor, key, make)
         shutil.rmtree(self._work, ignore_errors=True)
         why_not = self._serve(version)
@@ -99,20 +101,23 @@ class Publisher:
     # --- what is published ---
 
     def _recipe(self) -> Callable[[Anchor, Out], Any]:
-        what, folder = self.request.what, self.request.folder or "."
+        what = self.request.what
         if named.is_function(what.recipe):
-            return named.function_named(what.recipe, folder)
+            return self._function(what.recipe)
         from headway.publish.ready import ready
 
-        make: Callable[[], Served] | None = named.function_named(what.model, folder) if what.model else None
+        make: Callable[[], Served] | None = self._function(what.model) if what.model else None
         return ready(what.recipe, make)
 
+    def _function(self, name: str) -> Callable[..., Any]:
+        return named.function_named(name, self.request.folder or ".")
+
     def _key(self, anchor: Anchor) -> str:
-        """The same for the same anchor and recipe: publishing twice is publishing once."""
-        what, files = self.request.what, anchor.manifest.files
-        names = [what.recipe, what.model, what.part, *what.checks]
-        content = "".join(f"{name} {shard.xxh3}\n" for name, shard in sorted(files.items()))
-        return named.digest([*filter(None, names), content], self.request.folder or ".")[:8]
+        """The same for the same anchor, recipe, code and torch: publishing twice is publishing once."""
+        what, folder = self.request.what, self.request.folder or "."
+        names = [*filter(None, (what.recipe, what.model, what.part, *what.checks))]
+        made_of = [anchor.manifest.content, named.imported(names, folder), torch_version()]
+        return named.digest([*names, *made_of], folder)[:8]
 
     def _made(self, anchor: Anchor, key: str, make: Callable[[Anchor, Out], Any]) -> Version:
         for stale in self._work.iterdir() if self._work.is_dir() else ():
@@ -153,9 +158,9 @@ class Publisher:
             before, folder = replace(previous.manifest, files=files), self._fetched(previous)
             for check in compare_with_previous(out, before, folder, self.request.what.allow):
                 out.add(check)
-        for name in self.request.what.checks:
+        for name, function in self._checks.items():
             self._tell(f"check {name}")
-            out.add(user_check(name, named.function_named(name, self.request.folder or "."), out.folder))
+            out.add(user_check(name, function, out.folder))
 
     def _fetched(self, previous: Version) -> Path | None:
         """What of a version can be timed, as files of this machine."""
