@@ -90,7 +90,8 @@ def test_a_recipe_whose_imported_code_was_changed_is_another_one(place: Place) -
 
 
 def test_an_older_step_that_is_published_late_is_not_served(place: Place) -> None:
-    place.save(200, 2)
+    place.save(100, 2, job="ads")
+    place.save(200, 3, job="ads")
     assert place.publish().returncode == 0
     done = place.run("run", f"{place.root}/{NAME}", "--recipe", "a_recipe.py:publish", "--to", str(place.to))
     assert done.returncode == 0
@@ -103,6 +104,21 @@ def test_without_promotion_latest_stays(place: Place) -> None:
     (version,) = place.complete()
     assert not version.served
     assert not (place.to / "latest").exists()
+
+
+def test_a_version_that_has_changed_since_it_was_published_is_not_served(place: Place) -> None:
+    assert place.publish("--no-promote").returncode == 0
+    (version,) = place.complete()
+    data = place.to / version.name / "part-0" / "data"
+    data.write_bytes(data.read_bytes()[:-1] + b"y")
+    done = place.publish()
+    assert done.returncode == 2
+    assert f"{version.name} cannot be served: part-0/data has the hash" in done.stderr
+    assert "Delete it and publish it again" in done.stderr
+    assert not (place.to / "latest").exists()
+    shutil.rmtree(data.parents[1])
+    assert place.publish().returncode == 0
+    assert place.complete()[0].served
 
 
 def test_a_retry_goes_on_after_the_steps_that_are_done(place: Place) -> None:

@@ -138,7 +138,9 @@ class Publisher:
         self._tell("publishing")
         manifest = self._manifest(anchor, key, out)
         with self._span("upload"):
-            return self._versions.add(out.folder, manifest, self._uploading(manifest.size), publisher=self._name)
+            return self._versions.add(
+                out.folder, manifest, self._counting("publishing", manifest.size), publisher=self._name
+            )
 
     @property
     def _work(self) -> Path:
@@ -146,7 +148,7 @@ class Publisher:
         return Path(self._storage.url) / WORK / self._name if self._storage.is_local else self._desk.work
 
     def _check(self, out: Out) -> None:
-        from headway.publish.checks import compare_with_previous, user_check
+        from headway.publish.checks import compare_with_previous, timed_name, user_check
 
         for check in out.checks:
             if not check.passed:  # and the recipe went on all the same
@@ -155,25 +157,29 @@ class Publisher:
         if previous is not None and previous.manifest is not None:
             self._tell("comparing with the version before")
             files = {name: told for name, told in previous.manifest.files.items() if name != CARD}  # this has none yet
-            before, folder = replace(previous.manifest, files=files), self._fetched(previous)
+            before, folder = replace(previous.manifest, files=files), self._fetched(previous, timed_name(out))
             for check in compare_with_previous(out, before, folder, self.request.what.allow):
                 out.add(check)
         for name, function in self._checks.items():
             self._tell(f"check {name}")
             out.add(user_check(name, function, out.folder))
 
-    def _fetched(self, previous: Version) -> Path | None:
-        """What of a version can be timed, as files of this machine."""
+    def _fetched(self, previous: Version, name: str | None) -> Path | None:
+        """Where the file of that name of a version is on this machine, if it can be had."""
         if self._storage.is_local:
             return Path(self._storage.url) / previous.name
         assert previous.manifest is not None
+        told = previous.manifest.files.get(name or "")
+        if name is None or told is None:
+            return None
         place = self._work / _PREVIOUS / previous.name
-        for name, told in previous.manifest.files.items():
-            if name.startswith(("package/", "program/")):
-                path = place / name
-                if not path.is_file() or path.stat().st_size != told.bytes:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    self._storage.fetch(f"{previous.name}/{name}", path)
+        path = place / name
+        if not path.is_file() or path.stat().st_size != told.bytes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._storage.fetch(f"{previous.name}/{name}", path)
+            except FileNotFoundError:  # a version that has lost a file is no reason not to publish the next one
+                return None
         return place
 
     def _manifest(self, anchor: Anchor, key: str, out: Out) -> VersionManifest:
@@ -197,7 +203,11 @@ class Publisher:
             return ""
         should, why_not = self._versions.should_promote(version)
         if should:
-            self._versions.promote(version.name, why="publish", verified=True)
+            # What was found by its key alone may have changed since it was published.
+            made_here, size = version.name in self._versions.added, version.manifest.size if version.manifest else 0
+            self._versions.promote(
+                version.name, why="publish", verified=made_here, progress=self._counting("verifying", size)
+            )
         return why_not
 
     # --- saying ---
@@ -212,12 +222,12 @@ class Publisher:
             with suppress(OSError):  # a home that is full is no reason not to publish
                 self._desk.change(doing=what, done=done, total=total, steps=tuple(self.steps))
 
-    def _uploading(self, size: int) -> Callable[[int], None]:
+    def _counting(self, what: str, size: int) -> Callable[[int], None]:
         done = 0
 
         def count(more: int) -> None:
             nonlocal done
             done += more
-            self._tell("publishing", done, size)
+            self._tell(what, done, size)
 
         return count
