@@ -32,6 +32,7 @@ def save(
     metric: float | None = None,
     ranks: int = 2,
     until: str = "committed",
+    job: str = "",
 ) -> str:
     """Saves a checkpoint of a few kilobytes as headway does, up to a point; the tag it has."""
     folder, tag = layout.step_folder(step), layout.new_tag(generation)
@@ -46,7 +47,14 @@ def save(
     metadata = f"metadata of {tag}".encode()
     its = Shard(bytes=len(metadata), xxh3=xxhash.xxh3_128_hexdigest(metadata), rank=0)
     manifest = Manifest(
-        tag=tag, step=step, world_size=ranks, saved_ns=generation * 10**9, metric=metric, files=files, metadata=its
+        tag=tag,
+        step=step,
+        world_size=ranks,
+        saved_ns=generation * 10**9,
+        metric=metric,
+        files=files,
+        metadata=its,
+        job=job,
     )
     storage.write(f"{folder}/{layout.manifest_name(tag)}", manifest.to_json().encode())
     if until == "manifest":

@@ -46,8 +46,8 @@ class Place:
     def recipe(self, text: str = RECIPE) -> None:
         (self.folder / "a_recipe.py").write_text(text)
 
-    def save(self, step: int = 100, generation: int = 1) -> str:
-        save(open_storage(self.root), step, generation)
+    def save(self, step: int = 100, generation: int = 1, job: str = "") -> str:
+        save(open_storage(self.root), step, generation, job=job)
         return str(self.root / f"step-{step:08d}")
 
     @property

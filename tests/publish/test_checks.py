@@ -1,5 +1,6 @@
 """Checks find what differs, and say what."""
 
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -250,6 +251,40 @@ def test_a_version_that_runs_only_in_its_publisher_is_told(
         "not compared: this version, in a process of its own, does not run here (ModuleNotFoundError: No module named "
         "'nowhere')"
     )
+
+
+class Deadly:
+    """Ends whoever loads it."""
+
+    def __reduce__(self) -> Any:
+        return signal.raise_signal, (signal.SIGKILL,)
+
+
+def test_a_version_that_dies_in_a_fresh_process_fails(lines: dict[str, Out], tmp_path: Path) -> None:
+    now = Out(tmp_path)
+    (now / "program").mkdir()
+    (now / "program/model.pt2").write_bytes((lines["fast"] / "program/model.pt2").read_bytes())
+    (now / "golden").mkdir()
+    torch.save({"batches": [(Deadly(),)]}, now / checks.GOLDEN)
+    found = similar_latency(now, lines["fast"].folder)
+    assert not found.passed
+    assert found.told.startswith("this version, in a process of its own, dies by signal 9")
+
+
+def test_a_version_that_does_not_run_within_the_time_limit_fails_unless_that_is_allowed(
+    lines: dict[str, Out], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_PATIENCE_S", 0.05)
+    found = similar_latency(lines["fast"], lines["fast"].folder)
+    assert not found.passed
+    assert found.told.startswith("this version, in a process of its own, has not run one golden batch within 0 s")
+    assert similar_latency(lines["fast"], lines["fast"].folder, allowed=True).passed
+
+
+def test_what_was_timed_before_the_time_was_up_is_compared() -> None:
+    assert checks._told_in_time([checks._RUNS, "[60.0, 0.1]"]) == (60.0, 0.1)
+    with pytest.raises(checks._NotCompared, match="the version before was not timed"):
+        checks._told_in_time([checks._RUNS])
 
 
 def test_a_package_before_for_other_cpus_is_not_run(tmp_path: Path) -> None:

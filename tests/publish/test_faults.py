@@ -424,3 +424,7 @@ def test_versions_in_an_object_store_are_compared_served_and_rolled_back(s3_root
     assert place.run("rollback", s3_root).stdout == f"latest is {first}.\n"
     assert open_storage(s3_root).read("latest").decode() == first
     assert place.run("promote", s3_root, second).stdout == f"latest is {second}.\n"
+    open_storage(s3_root).remove(f"{second}/program/model.pt2")
+    place.publishes(place.snapshot(), *EXPORT)
+    latency = next(each for each in place.versions.latest().manifest.checks if each["name"] == "latency")  # type: ignore[union-attr]
+    assert latency["told"] == "not compared: the version before has no program/model.pt2"

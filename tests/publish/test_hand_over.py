@@ -6,15 +6,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from handing_over import SIZE, Model
-from publishing import Place
+from publishing import NAME, Place
 from safetensors.torch import load_file
 
 from headway.checkpoint import catalog
+from headway.publish.hand_over import hand_over
+from headway.publish.request import Publish, all_desks
 from headway.storage import open_storage
 
 TRAINER = Path(__file__).with_name("handing_over.py")
@@ -160,6 +163,42 @@ def test_a_refusal_is_no_failure_of_the_training_and_the_anchor_is_kept(
     if not how:
         assert place.run("run", state["id"]).returncode == 0
         assert len(place.complete()) == 1
+
+
+def handed_over(place: Place, what: Publish, root: str = "", checkpoint: str = NAME) -> dict[str, Any]:
+    """What a trainer is told that has just saved."""
+    process: Any = SimpleNamespace(job="ads", attempt=1, world_size=1)
+    return hand_over(what, process, place.home, None, root=root or str(place.root), checkpoint=checkpoint, data={})
+
+
+def test_a_checkpoint_that_could_not_be_pinned_is_not_said_to_be_kept(place: Place) -> None:
+    place.save()
+    (place.root / NAME / ".metadata").write_bytes(b"")
+    told = handed_over(place, Publish(to="elsewhere", checks=("a.py:f",), allow=("size",), promote=False))
+    assert not told["submitted"]
+    assert "is not pinned for it, and may be pruned" in told["why"]
+    to = Path("elsewhere").absolute()
+    assert told["why"].endswith(
+        f"Then: headway publish submit {place.root}/{NAME} --to {to} --check a.py:f --allow size --no-promote"
+    )
+
+
+def test_a_misspelt_runner_fails_the_request_and_names_the_right_one(place: Place) -> None:
+    place.save()
+    told = handed_over(place, Publish(runner="slrum"))
+    assert "did you mean slurm?" in told["why"]
+    assert told["why"].endswith(f"{place.root}/{NAME} is kept for it. Then: headway publish submit {told['id']}")
+    (desk,) = all_desks(place.home)
+    assert (desk.state().phase, "did you mean slurm?" in desk.state().problem) == ("failed", True)
+
+
+def test_a_login_in_a_url_is_not_told(place: Place) -> None:
+    place.save()
+    told = handed_over(place, Publish(to="memory://user:secret@host/models", runner="slrum"))
+    assert (told["to"], "secret" in str(told)) == ("memory://***@host/models", False)
+    told = handed_over(place, Publish(), root="memory://user:secret@host/checkpoints")
+    assert "memory://***@host/checkpoints" in told["why"]
+    assert "secret" not in str(told)
 
 
 def test_the_program_is_served_by_a_process_that_knows_neither_headway_nor_the_model(place: Place) -> None:

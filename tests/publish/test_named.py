@@ -57,6 +57,42 @@ def test_a_missing_file_is_seen_without_running_anything(tmp_path: Path) -> None
         named.check_named("recipe_that_raises.py", str(tmp_path))
 
 
+def test_imported_code_counts_and_what_is_installed_or_not_imported_yet_does_not(tmp_path: Path) -> None:
+    installed = tmp_path / "env" / "site-packages"
+    installed.mkdir(parents=True)
+    files = {name: tmp_path / f"{name}.py" for name in ("recipe_of_parts", "part_of_it", "part_for_later")}
+    files["part_installed"] = installed / "part_installed.py"
+    for path in files.values():
+        path.write_text("VALUE = 1\n")
+    files["recipe_of_parts"].write_text(
+        f"import sys; sys.path.append({str(installed)!r})\nimport part_of_it, part_installed\n"
+        "def f(): import part_for_later\n"
+    )
+    names = ["recipe_of_parts.py:f", "safetensors"]
+    run = named.function_named(names[0], str(tmp_path))
+    before = named.imported(names, str(tmp_path))
+    for name, counts in (("part_installed", False), ("part_for_later", False), ("part_of_it", True)):
+        files[name].write_text("VALUE = 2\n")
+        assert (named.imported(names, str(tmp_path)) != before) == counts, name
+    now = named.imported(names, str(tmp_path))
+    run()
+    assert named.imported(names, str(tmp_path)) != now, "once it is imported, it counts"
+    assert named.imported(names[1:], str(tmp_path)) == named.imported([], "/")
+
+
+def test_modules_of_a_named_package_count_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "package_of_recipes"
+    package.mkdir(parents=True)
+    for name, text in (("__init__", ""), ("parts", ""), ("recipes", "from . import parts\ndef f(): pass\n")):
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(package.parent)
+    names, elsewhere = ["package_of_recipes.recipes:f"], str(tmp_path / "elsewhere")
+    named.function_named(names[0], elsewhere)
+    before = named.imported(names, elsewhere)
+    (package / "parts.py").write_text("VALUE = 2\n")
+    assert named.imported(names, elsewhere) != before
+
+
 def test_a_digest_changes_with_the_file_and_with_the_name(tmp_path: Path) -> None:
     path = tmp_path / "changing_recipe.py"
     path.write_text("def f(): pass\n")

@@ -73,8 +73,25 @@ def test_a_recipe_that_was_changed_is_another_one(place: Place) -> None:
     assert place.run("promote", str(place.to), second.name).stdout == f"latest is {second.name}.\n"
 
 
+def test_a_recipe_whose_imported_code_was_changed_is_another_one(place: Place) -> None:
+    beside, later = place.folder / "beside_it.py", place.folder / "imported_later.py"
+    beside.write_text("")
+    later.write_text("")
+    place.recipe(
+        "import beside_it\n" + RECIPE.replace("def make(folder):", "def make(folder):\n    import imported_later")
+    )
+    assert place.publish().returncode == 0
+    later.write_text("# changed\n")
+    assert place.publish().returncode == 0
+    assert len(place.complete()) == 1, "what a step imports is no part of the recipe's name"
+    beside.write_text("# changed\n")
+    assert place.publish().returncode == 0
+    assert len(place.complete()) == 2
+
+
 def test_an_older_step_that_is_published_late_is_not_served(place: Place) -> None:
-    place.save(200, 2)
+    place.save(100, 2, job="ads")
+    place.save(200, 3, job="ads")
     assert place.publish().returncode == 0
     done = place.run("run", f"{place.root}/{NAME}", "--recipe", "a_recipe.py:publish", "--to", str(place.to))
     assert done.returncode == 0
@@ -87,6 +104,21 @@ def test_without_promotion_latest_stays(place: Place) -> None:
     (version,) = place.complete()
     assert not version.served
     assert not (place.to / "latest").exists()
+
+
+def test_a_version_that_has_changed_since_it_was_published_is_not_served(place: Place) -> None:
+    assert place.publish("--no-promote").returncode == 0
+    (version,) = place.complete()
+    data = place.to / version.name / "part-0" / "data"
+    data.write_bytes(data.read_bytes()[:-1] + b"y")
+    done = place.publish()
+    assert done.returncode == 2
+    assert f"{version.name} cannot be served: part-0/data has the hash" in done.stderr
+    assert "Delete it and publish it again" in done.stderr
+    assert not (place.to / "latest").exists()
+    shutil.rmtree(data.parents[1])
+    assert place.publish().returncode == 0
+    assert place.complete()[0].served
 
 
 def test_a_retry_goes_on_after_the_steps_that_are_done(place: Place) -> None:
@@ -112,6 +144,32 @@ def test_what_is_published_stays_so_when_its_checkpoint_is_gone(place: Place) ->
     assert done.returncode == 0, done.stderr
     assert "it cannot be made again: there is no checkpoint" in done.stdout
     assert place.state()["phase"] == "published"
+
+
+def test_a_published_request_that_is_submitted_again_publishes_what_has_changed(place: Place) -> None:
+    assert place.publish().returncode == 0
+    (first,) = place.complete()
+    for changed in (lambda: None, lambda: place.recipe(RECIPE + "# changed\n"), lambda: place.save(generation=2)):
+        changed()
+        done = place.run("submit", place.state()["id"], "--allow", "size")
+        assert done.returncode == 0, done.stderr
+        assert "It is published by process" in done.stdout
+        wait_until(lambda: place.state()["phase"] == "published")
+        assert not catalog.find(open_storage(place.root), NAME).pinned
+    assert len(place.complete()) == 3
+    assert place.state()["version"] != first.name
+
+
+def test_a_checkpoint_saved_again_and_gone_before_it_is_published_is_no_success(place: Place) -> None:
+    place.publish()
+    place.save(generation=2)
+    place.recipe("def publish(anchor, out): raise ValueError")
+    assert place.publish().returncode == 1
+    shutil.rmtree(place.root / NAME)
+    done = place.run("run", place.state()["id"])
+    assert done.returncode == 2
+    assert "there is no checkpoint" in done.stderr
+    assert (place.state()["phase"], place.state()["version"]) == ("failed", "")
 
 
 def test_a_publisher_that_died_after_it_had_published_leaves_nothing_behind(place: Place) -> None:

@@ -1,5 +1,6 @@
 """Requests to publish: what was asked for, and how far it is, whoever dies."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from headway.errors import InputError
+from headway.errors import InputError, PlatformError
+from headway.events.clock import pid_space
 from headway.publish.request import Desk, Publish, Request, State, all_desks, find_desk, open_desk, request_id
 
 
@@ -73,8 +75,23 @@ def test_after_a_power_failure_nobody_is_at_work(tmp_path: Path) -> None:
     boot = desk.begin(1).boot
     desk.change(boot=f"00000000-{boot[9:]}")
     assert desk.state().phase == "interrupted"
-    desk.change(node="another machine")
-    assert desk.state().phase == "running"
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [{"node": "another", "boot": "its own"}, {"boot": f"{pid_space().split()[0]} another"}],
+    ids=["machine", "container"],
+)
+def test_whoever_published_on_another_machine_is_at_it_as_long_as_it_holds_the_lock(
+    tmp_path: Path, elsewhere: dict[str, str]
+) -> None:
+    desk = open_desk(tmp_path, a_request())
+    desk.begin(1)
+    desk.change(**elsewhere)
+    with desk.held():
+        assert Desk(desk.folder).state().phase == "running"
+    assert desk.state().phase == "interrupted"
+    assert f"headway publish run {desk.folder.name}" in desk.state().problem
 
 
 def test_a_state_changes_in_part_and_is_there_for_others(tmp_path: Path) -> None:
@@ -115,6 +132,22 @@ def test_one_process_at_a_time_publishes_a_request(tmp_path: Path) -> None:
         pass
     with desk.held():
         pass
+
+
+def test_a_folder_without_locks_is_told_and_not_taken_for_one_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = open_desk(tmp_path, a_request())
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(PlatformError, match=rf"{desk.folder} cannot be locked \(No locks available\).*HEADWAY_HOME"):
+        desk.held().__enter__()
+    desk.begin(1)
+    desk.change(node="another machine", boot="another boot")
+    assert desk.state().phase == "running", "nothing tells that it is not"
 
 
 def test_a_damaged_request_is_told(tmp_path: Path) -> None:

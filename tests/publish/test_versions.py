@@ -420,6 +420,19 @@ def test_an_older_anchor_that_comes_late_is_not_served(local: Storage, tmp_path:
     assert served(local) == other.name
 
 
+def test_versions_without_a_job_are_not_of_the_same_one(local: Storage, tmp_path: Path) -> None:
+    publish(local, tmp_path, 200, job="")
+    older = publish(local, tmp_path, 100, job="")
+    assert served(local) == older.name
+
+
+def test_who_completed_a_version_knows_and_who_found_it_does_not(local: Storage, tmp_path: Path) -> None:
+    first, second = Versions(local), Versions(local)
+    version = first.add(tmp_path / "a", made(tmp_path / "a", 1))
+    assert second.add(tmp_path / "b", made(tmp_path / "b", 1)).name == version.name
+    assert (first.added, second.added) == ({version.name}, set())
+
+
 def test_a_publisher_that_died_before_the_pointer_moved_is_made_up_for(local: Storage, tmp_path: Path) -> None:
     first, versions = publish(local, tmp_path, 1), Versions(local)
     folder = workplace(local, tmp_path, "work")

@@ -73,9 +73,6 @@ def _asking(command: Callable[..., Any]) -> Callable[..., Any]:
 def submit(anchor: str, **given: Any) -> None:
     """Have ANCHOR published in the background; or try the request ID again, with what the options change."""
     desk = _asked(anchor, given)
-    if desk.state().phase == "published" and desk.folder.name.startswith(anchor):
-        click.echo(f"{desk.folder.name} is published already: {desk.state().version}")
-        return
     click.echo(f"It is published by {give(desk)}. To see how far that is: headway publish status {desk.folder.name}")
 
 

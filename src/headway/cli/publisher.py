@@ -16,6 +16,7 @@ from headway.checkpoint.source import BadCheckpoint
 from headway.cli.source import open_job
 from headway.config import Settings
 from headway.errors import HeadwayError, InputError
+from headway.events.process import without_logins
 from headway.events.vocabulary import Told, clean_text
 from headway.observe.summary import summary
 from headway.paths import JobPaths
@@ -71,7 +72,11 @@ class _Try:
         self._mark("running")
 
     def ended(self, outcome: str, state: State, **more: Any) -> None:
-        told = {"version": state.version, "why": clean_text(state.problem), "seconds": time.monotonic() - self._began}
+        told = {
+            "version": state.version,
+            "why": clean_text(without_logins(state.problem)),
+            "seconds": time.monotonic() - self._began,
+        }
         self._mark(outcome, **told, **more)
 
     def _mark(self, outcome: str, **told: Any) -> None:

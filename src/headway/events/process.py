@@ -97,8 +97,13 @@ def command_line(argv: Sequence[str]) -> str:
             continue
         blank_next = word.startswith("-") and "=" not in word and _is_secret(word)
         word = _ASSIGNED.sub(lambda match: match[1] + "***" if _is_secret(match[2]) else match[0], word)
-        words.append(_URL_LOGIN.sub("***@", word))
+        words.append(without_logins(word))
     return clean_text(" ".join(words))
+
+
+def without_logins(text: str) -> str:
+    """The text, with users and passwords in URLs blanked."""
+    return _URL_LOGIN.sub("***@", text)
 
 
 def open_pidfd(pid: int) -> int:

@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from headway.checkpoint import catalog
 from headway.checkpoint.layout import METADATA, PINS, Shard, checksum
@@ -60,6 +63,12 @@ class AnchorManifest:
     recipe: str = ""
     files: dict[str, Shard] = field(default_factory=dict)
     """Bytes and hash of each file, `.metadata` among them."""
+
+    @property
+    def content(self) -> str:
+        """A hash of all files' names and hashes: another one if the checkpoint was saved again with other values."""
+        told = "".join(f"{name} {shard.xxh3}\n" for name, shard in sorted(self.files.items()))
+        return xxhash.xxh3_128_hexdigest(told.encode())
 
     def to_json(self) -> str:
         told = {"version": VERSION} | asdict(self)
@@ -114,6 +123,14 @@ class Anchor:
 
         self.shards.load(model, count)
         return model
+
+
+def torch_version() -> str:
+    """torch's, without importing it; empty if there is none."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
 
 
 def checkpoint_at(path: str) -> tuple[str, str]:
@@ -202,7 +219,7 @@ def open_anchor(
     until = time.monotonic() + patience_s
     while True:
         try:
-            manifest = _pinned(storage, name, id) or pin(storage, name, id, recipe, {})
+            manifest = pinned(storage, name, id) or pin(storage, name, id, recipe, {})
             break
         except NotCommitted as error:
             if time.monotonic() > until:
@@ -215,7 +232,8 @@ def open_anchor(
     return Anchor(storage, manifest, part)
 
 
-def _pinned(storage: Storage, name: str, id: str) -> AnchorManifest | None:
+def pinned(storage: Storage, name: str, id: str) -> AnchorManifest | None:
+    """What was pinned for a request; None if nothing is, as before it was asked for and after it is published."""
     try:
         return AnchorManifest.from_json(storage.read(_pin_name(name, id)))
     except FileNotFoundError:

@@ -33,7 +33,7 @@ SHOWN = 5
 _ROUNDS_LEAST, _ROUNDS, _ROUNDS_S = 5, 100, 2.0
 _TRIES = 3
 _PATIENCE_S = 600.0
-"""Whatever of the version before takes longer to load and time is left alone."""
+"""So long both versions may take to be loaded and timed. What is not known by then of this one counts against it."""
 _RUNS = "this version runs"
 _OPERATORS = ("fbgemm_gpu", "torchrec", "torchvision")
 """Packages that bring operators with them: a program that uses these can be loaded only where they are imported."""
@@ -264,6 +264,8 @@ def similar_latency(out: Out, folder: Path | None, cpu: str | None = None, *, al
         now_s, before_s = _timed_apart(out / name, Path(folder or "", name), out / GOLDEN)
     except _NotCompared as why:  # whatever is wrong with the version before is no fault of this one
         return Check(name="latency", passed=True, told=f"not compared: {why}")
+    except _DoesNotRun as why:
+        return _judged("latency", f"this version, in a process of its own, {why}", "", allowed)
     told = f"{name} takes {now_s * 1e3:.3g} ms for the golden batches, {before_s * 1e3:.3g} ms before"
     problem = f"{told}: {now_s / before_s:.2f} times as long" if now_s > FACTOR * before_s else ""
     return _judged("latency", problem, told, allowed, {"seconds": now_s, "before": before_s})
@@ -273,10 +275,19 @@ class _NotCompared(Exception):
     """Why one version is not timed against the other."""
 
 
-def _timed_file(out: Out, folder: Path | None, cpu: str | None) -> str:
-    """What there is of both versions: a package, or else a program."""
+class _DoesNotRun(Exception):
+    """What this version does instead, where a server would run it."""
+
+
+def timed_name(out: Out) -> str | None:
+    """The file that is timed: a package, or else a program; None if there is neither."""
     files = [name for name in out.files() if name.endswith(".pt2") and CUDA not in name]
-    name = next((each for kind in ("package/", "program/") for each in files if each.startswith(kind)), None)
+    return next((each for kind in ("package/", "program/") for each in files if each.startswith(kind)), None)
+
+
+def _timed_file(out: Out, folder: Path | None, cpu: str | None) -> str:
+    """What there is of both versions."""
+    name = timed_name(out)
     if name is None or not (out / GOLDEN).is_file():
         raise _NotCompared("there is nothing to be timed")
     if folder is None or not (folder / name).is_file():
@@ -302,13 +313,26 @@ def _timed_apart(now: Path, before: Path, golden: Path) -> tuple[float, float]:
             timeout=_PATIENCE_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise _NotCompared(f"the version before was not timed within {_PATIENCE_S:.0f} s") from error
+        return _told_in_time((error.stdout or b"").decode(errors="replace").splitlines())
     said = [line for line in ended.stderr.splitlines() if line.strip()]
     if ended.returncode:
         why = f"signal {-ended.returncode}" if ended.returncode < 0 else said[-1][:300] if said else "no word"
-        which = "the version before" if _RUNS in ended.stdout.splitlines() else "this version, in a process of its own,"
+        runs = _RUNS in ended.stdout.splitlines()
+        if ended.returncode < 0 and not runs:
+            raise _DoesNotRun(f"dies by {why}")
+        which = "the version before" if runs else "this version, in a process of its own,"
         raise _NotCompared(f"{which} does not run here ({why})")
     now_s, before_s = json.loads(ended.stdout.splitlines()[-1])
+    return now_s, before_s
+
+
+def _told_in_time(lines: Sequence[str]) -> tuple[float, float]:
+    """The last figures that were printed before the time was up."""
+    if _RUNS not in lines:
+        raise _DoesNotRun(f"has not run one golden batch within {_PATIENCE_S:.0f} s")
+    if lines[-1] == _RUNS:
+        raise _NotCompared(f"the version before was not timed within {_PATIENCE_S:.0f} s")
+    now_s, before_s = json.loads(lines[-1])
     return now_s, before_s
 
 
@@ -321,6 +345,8 @@ def _print_times(now: str, before: str, golden: str, *modules: str) -> None:
     call(runs[0], batches[0])
     print(_RUNS, flush=True)
     runs.append(load(Path(before)))
+    call(runs[1], batches[0])
+    print(json.dumps(_turn(runs, batches)), flush=True)  # all there is time for, if one of them is very slow
     for _ in range(_TRIES):  # the machine may have been busy with something else
         now_s, before_s = interleaved(runs, batches)
         if now_s <= FACTOR * before_s:
@@ -330,18 +356,25 @@ def _print_times(now: str, before: str, golden: str, *modules: str) -> None:
 
 def interleaved(runs: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> list[float]:
     """Median seconds that each takes for all batches; they take turns, so that what disturbs one disturbs all."""
+    turns: list[list[float]] = []
+    until = time.monotonic() + _ROUNDS_S
+    while len(turns) < _ROUNDS_LEAST or (len(turns) < _ROUNDS and time.monotonic() < until):
+        turns.append(_turn(runs, batches))
+    return [median(times) for times in zip(*turns[1:], strict=True)]  # the first warms up
+
+
+def _turn(runs: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> list[float]:
+    """Seconds that each takes for all batches, once."""
     import torch
 
-    taken: list[list[float]] = [[] for _ in runs]
-    until = time.monotonic() + _ROUNDS_S
-    while len(taken[0]) < _ROUNDS_LEAST or (len(taken[0]) < _ROUNDS and time.monotonic() < until):
-        for run, times in zip(runs, taken, strict=True):
-            began = time.perf_counter()
-            with torch.no_grad():
-                for batch in batches:
-                    _called(run, batch)
-            times.append(time.perf_counter() - began)
-    return [median(times[1:]) for times in taken]  # the first warms up
+    taken = []
+    for run in runs:
+        began = time.perf_counter()
+        with torch.no_grad():
+            for batch in batches:
+                _called(run, batch)
+        taken.append(time.perf_counter() - began)
+    return taken
 
 
 def read_golden(path: Path) -> dict[str, Any]:

@@ -1,20 +1,21 @@
 """From a trainer to whoever publishes: the checkpoint is pinned, the request written down, and given to a runner."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.layout import step_of
 from headway.errors import HeadwayError, InputError
+from headway.events.process import without_logins
 from headway.publish import named
-from headway.publish.anchor import Code, NotCommitted, pin
+from headway.publish.anchor import Code, NotCommitted, pin, pinned, torch_version
 from headway.publish.ready import ready
-from headway.publish.request import Desk, Publish, Request, open_desk, request_id
+from headway.publish.request import REQUEST, Desk, Publish, Request, open_desk, request_id
 from headway.publish.runners import runner_named
 from headway.storage import Progress, open_storage
 
@@ -34,27 +35,58 @@ def hand_over(
         job=process.job, accelerators=process.world_size, device=_device(),
         folder=os.getcwd(), python=sys.executable, asked_s=time.time(),
     )  # fmt: skip
-    told = {"id": request.id, "checkpoint": checkpoint, "recipe": what.recipe, "to": request.to, "runner": what.runner}
+    told = {
+        "id": request.id, "checkpoint": checkpoint, "recipe": what.recipe, "to": without_logins(request.to),
+        "runner": what.runner,
+    }  # fmt: skip
     try:
-        known = {"job": process.job, "attempt": process.attempt, "data": dict(data), "torch": _torch()}
+        known = {"job": process.job, "attempt": process.attempt, "data": dict(data), "torch": torch_version()}
         desk, step = ask(home, request, known | (code.told() if code else {}))
         where = submit(desk)
         return told | {"step": step, "submitted": True, "why": "", "where": where}
     except (HeadwayError, OSError) as error:
-        why = f"the model is not published yet: {error}\n  {root}/{checkpoint} is saved and is kept for it. Then: "
-        return told | {"submitted": False, "why": f"{why}headway publish submit {request.id}"}
+        why = f"the model is not published yet: {error}\n  {_left(home, request)}"
+        return told | {"submitted": False, "why": without_logins(why)}
+
+
+def _left(home: Path, request: Request) -> str:
+    """What there is of a request that was refused, and what to type next."""
+    anchor = f"{request.root}/{request.checkpoint}"
+    try:
+        is_kept = pinned(open_storage(request.root), request.checkpoint, request.id) is not None
+    except (HeadwayError, OSError):  # a store that does not answer has not kept it either, as far as is known
+        is_kept = False
+    kept = "is kept for it" if is_kept else "is not pinned for it, and may be pruned like any other"
+    is_asked = os.path.isfile(home / "publish" / request.id / REQUEST)  # never raises, whatever is wrong with the home
+    return f"{anchor} {kept}. Then: {f'headway publish submit {request.id}' if is_asked else _submit_again(request)}"
+
+
+def _submit_again(request: Request) -> str:
+    """The command that asks for the same, where nothing of it could be written down."""
+    what, default = request.what, Publish()
+    options = [
+        word for name in ("recipe", "model", "to", "part", "runner", "sbatch")
+        if (value := getattr(what, name)) != getattr(default, name) for word in (f"--{name}", value)
+    ]  # fmt: skip
+    options += [word for name in what.checks for word in ("--check", name)]
+    options += [word for name in what.allow for word in ("--allow", name)]
+    options += [] if what.promote else ["--no-promote"]
+    return shlex.join(["headway", "publish", "submit", f"{request.root}/{request.checkpoint}", *options])
 
 
 def ask(home: Path, request: Request, known: Mapping[str, Any], progress: Progress | None = None) -> tuple[Desk, int]:
     """Has the checkpoint kept, and writes down what is to become of it. Returns also the checkpoint's step."""
     storage, name = open_storage(request.root), request.checkpoint
     try:
-        step = pin(storage, name, request.id, request.what.recipe, known, progress).step
+        manifest = pin(storage, name, request.id, request.what.recipe, known, progress)
+        step, content = manifest.step, manifest.content
     except NotCommitted:  # the publisher waits for it
-        step = step_of(name) or 0
+        step, content = step_of(name) or 0, ""
     desk = open_desk(home, request)
-    if desk.state().phase not in ("running", "retrying", "published"):
-        desk.change(phase="waiting", problem="", category="")
+    if (state := desk.state()).phase not in ("running", "retrying"):
+        # Of one that was published before, the publisher finds the version again, unless something has changed.
+        version = state.version if state.anchor == content else ""
+        desk.change(phase="waiting", problem="", category="", version=version)
     try:
         check_request(request)
     except InputError as error:
@@ -78,7 +110,8 @@ def check_request(request: Request) -> None:
         )
     if not named.is_function(what.recipe):
         ready(what.recipe, _later if what.model else None)
-    for name in (what.recipe, what.model, *what.checks):
+    runner_named(what.runner)
+    for name in (what.recipe, what.model, what.runner, *what.checks):
         if named.is_function(name):
             named.check_named(name, request.folder)
 
@@ -107,10 +140,3 @@ def _device() -> str:
         return "cpu"
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found.type if found is not None else "cpu"
-
-
-def _torch() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""

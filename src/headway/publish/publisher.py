@@ -15,7 +15,7 @@ import xxhash
 
 from headway.errors import InputError
 from headway.publish import named
-from headway.publish.anchor import Anchor, open_anchor, unpin
+from headway.publish.anchor import Anchor, open_anchor, pinned, torch_version, unpin
 from headway.publish.card import card
 from headway.publish.layout import WORK, VersionManifest
 from headway.publish.out import Out, Rejected
@@ -51,6 +51,7 @@ class Publisher:
         self._name = f"{self.request.id}-{desk.token}"
         self._doing, self._told_at = "", 0.0
         self._out: Out | None = None
+        self._checks: dict[str, Callable[..., Any]] = {}
         self.steps: dict[str, float] = {}
         """How many seconds each step took, when it was done."""
 
@@ -65,11 +66,14 @@ class Publisher:
             return self._ended(version, f"it was published before; it cannot be made again: {error}")
         with self._span("recipe"):
             make = self._recipe()
-        key = self._key(anchor)
+            self._checks = {name: self._function(name) for name in self.request.what.checks}
+            key = self._key(anchor)  # here, where all is imported that a try begins with, and nothing has been run
         version = self._versions.with_key(anchor.step, key) or self._made(anchor, key, make)
         shutil.rmtree(self._work, ignore_errors=True)
         why_not = self._serve(version)
-        self._desk.change(version=version.name)  # from here on the checkpoint is not needed
+        self._desk.change(
+            version=version.name, anchor=anchor.manifest.content
+        )  # from here on the checkpoint is not needed
         unpin(open_storage(self.request.root), self.request.checkpoint, self.request.id)
         return self._ended(version, why_not)
 
@@ -82,7 +86,11 @@ class Publisher:
 
     def _published(self) -> Version | None:
         """What was published before, if it is there: its checkpoint may be gone since."""
-        name = self._desk.state().version
+        state, request = self._desk.state(), self.request
+        kept = pinned(open_storage(request.root), request.checkpoint, request.id)
+        if kept is not None and kept.content != state.anchor:  # it was saved again, and that was not published
+            return None
+        name = state.version
         found = [each for each in self._versions.all() if name and each.name == name and each.state == "complete"]
         return found[0] if found else None
 
@@ -93,20 +101,23 @@ class Publisher:
     # --- what is published ---
 
     def _recipe(self) -> Callable[[Anchor, Out], Any]:
-        what, folder = self.request.what, self.request.folder or "."
+        what = self.request.what
         if named.is_function(what.recipe):
-            return named.function_named(what.recipe, folder)
+            return self._function(what.recipe)
         from headway.publish.ready import ready
 
-        make: Callable[[], Served] | None = named.function_named(what.model, folder) if what.model else None
+        make: Callable[[], Served] | None = self._function(what.model) if what.model else None
         return ready(what.recipe, make)
 
+    def _function(self, name: str) -> Callable[..., Any]:
+        return named.function_named(name, self.request.folder or ".")
+
     def _key(self, anchor: Anchor) -> str:
-        """The same for the same anchor and recipe: publishing twice is publishing once."""
-        what, files = self.request.what, anchor.manifest.files
-        names = [what.recipe, what.model, what.part, *what.checks]
-        content = "".join(f"{name} {shard.xxh3}\n" for name, shard in sorted(files.items()))
-        return named.digest([*filter(None, names), content], self.request.folder or ".")[:8]
+        """The same for the same anchor, recipe, code and torch: publishing twice is publishing once."""
+        what, folder = self.request.what, self.request.folder or "."
+        names = [*filter(None, (what.recipe, what.model, what.part, *what.checks))]
+        made_of = [anchor.manifest.content, named.imported(names, folder), torch_version()]
+        return named.digest([*names, *made_of], folder)[:8]
 
     def _made(self, anchor: Anchor, key: str, make: Callable[[Anchor, Out], Any]) -> Version:
         for stale in self._work.iterdir() if self._work.is_dir() else ():
@@ -127,7 +138,9 @@ class Publisher:
         self._tell("publishing")
         manifest = self._manifest(anchor, key, out)
         with self._span("upload"):
-            return self._versions.add(out.folder, manifest, self._uploading(manifest.size), publisher=self._name)
+            return self._versions.add(
+                out.folder, manifest, self._counting("publishing", manifest.size), publisher=self._name
+            )
 
     @property
     def _work(self) -> Path:
@@ -135,7 +148,7 @@ class Publisher:
         return Path(self._storage.url) / WORK / self._name if self._storage.is_local else self._desk.work
 
     def _check(self, out: Out) -> None:
-        from headway.publish.checks import compare_with_previous, user_check
+        from headway.publish.checks import compare_with_previous, timed_name, user_check
 
         for check in out.checks:
             if not check.passed:  # and the recipe went on all the same
@@ -144,25 +157,29 @@ class Publisher:
         if previous is not None and previous.manifest is not None:
             self._tell("comparing with the version before")
             files = {name: told for name, told in previous.manifest.files.items() if name != CARD}  # this has none yet
-            before, folder = replace(previous.manifest, files=files), self._fetched(previous)
+            before, folder = replace(previous.manifest, files=files), self._fetched(previous, timed_name(out))
             for check in compare_with_previous(out, before, folder, self.request.what.allow):
                 out.add(check)
-        for name in self.request.what.checks:
+        for name, function in self._checks.items():
             self._tell(f"check {name}")
-            out.add(user_check(name, named.function_named(name, self.request.folder or "."), out.folder))
+            out.add(user_check(name, function, out.folder))
 
-    def _fetched(self, previous: Version) -> Path | None:
-        """What of a version can be timed, as files of this machine."""
+    def _fetched(self, previous: Version, name: str | None) -> Path | None:
+        """Where the file of that name of a version is on this machine, if it can be had."""
         if self._storage.is_local:
             return Path(self._storage.url) / previous.name
         assert previous.manifest is not None
+        told = previous.manifest.files.get(name or "")
+        if name is None or told is None:
+            return None
         place = self._work / _PREVIOUS / previous.name
-        for name, told in previous.manifest.files.items():
-            if name.startswith(("package/", "program/")):
-                path = place / name
-                if not path.is_file() or path.stat().st_size != told.bytes:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    self._storage.fetch(f"{previous.name}/{name}", path)
+        path = place / name
+        if not path.is_file() or path.stat().st_size != told.bytes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._storage.fetch(f"{previous.name}/{name}", path)
+            except FileNotFoundError:  # a version that has lost a file is no reason not to publish the next one
+                return None
         return place
 
     def _manifest(self, anchor: Anchor, key: str, out: Out) -> VersionManifest:
@@ -186,7 +203,11 @@ class Publisher:
             return ""
         should, why_not = self._versions.should_promote(version)
         if should:
-            self._versions.promote(version.name, why="publish", verified=True)
+            # What was found by its key alone may have changed since it was published.
+            made_here, size = version.name in self._versions.added, version.manifest.size if version.manifest else 0
+            self._versions.promote(
+                version.name, why="publish", verified=made_here, progress=self._counting("verifying", size)
+            )
         return why_not
 
     # --- saying ---
@@ -201,12 +222,12 @@ class Publisher:
             with suppress(OSError):  # a home that is full is no reason not to publish
                 self._desk.change(doing=what, done=done, total=total, steps=tuple(self.steps))
 
-    def _uploading(self, size: int) -> Callable[[int], None]:
+    def _counting(self, what: str, size: int) -> Callable[[int], None]:
         done = 0
 
         def count(more: int) -> None:
             nonlocal done
             done += more
-            self._tell("publishing", done, size)
+            self._tell(what, done, size)
 
         return count

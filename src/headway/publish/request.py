@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.errors import InputError, PlatformError, nearest
+from headway.errors import HeadwayError, InputError, PlatformError, nearest
 from headway.events.clock import living_ticks, pid_space
 from headway.paths import folder_name
 from headway.storage import LocalFolder
@@ -147,6 +147,8 @@ class State:
     """What kind of failure that was."""
     version: str = ""
     """The name of what was published."""
+    anchor: str = ""
+    """The content of the checkpoint that it was made of: one of the same name may have been saved since."""
     began_s: float = 0.0
     changed_s: float = 0.0
     node: str = ""
@@ -186,7 +188,7 @@ class Desk:
         """As it is now. Whoever was at work and is no more has been interrupted."""
         state = self._read()
         goes_on = f"`headway publish run {self.folder.name}` goes on."
-        if state.phase in ("running", "retrying") and _is_gone(state):
+        if state.phase in ("running", "retrying") and self._is_gone(state):
             return replace(state, phase="interrupted", problem=f"whoever published it ended without a word. {goes_on}")
         if state.phase == "waiting" and self._nobody_came(state):
             problem = f"whoever was to publish it has not begun; the log may tell why: {self.log}. {goes_on}"
@@ -198,10 +200,24 @@ class Desk:
         waited_s = time.time() - state.changed_s if state.changed_s else 0.0
         if self.request.what.runner != "local" or waited_s < BEGINS_S:
             return False
+        return self._is_free("waiting")
+
+    def _is_gone(self, state: State) -> bool:
+        """Whether the process that was at it is no more. One of another machine or container cannot be looked at: there
+        the lock tells, which the kernel lets go when its holder ends."""
+        boot, here = state.boot.split(), pid_space().split()
+        if boot == here:
+            return living_ticks(state.pid) != state.ticks
+        if state.node == os.uname().nodename and boot[:1] != here[:1]:  # this machine was started anew since
+            return True
+        return self._is_free("running", "retrying")
+
+    def _is_free(self, *phases: Phase) -> bool:
+        """Whether nobody holds it, although it is in one of these phases. False if that cannot be told."""
         try:
             with self.held():
-                return self._read().phase == "waiting"
-        except (InputError, OSError):
+                return self._read().phase in phases
+        except (HeadwayError, OSError):
             return False
 
     def _read(self) -> State:
@@ -230,15 +246,22 @@ class Desk:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For one process at a time; InputError if another one is at it. The kernel lets go when that one ends."""
+        """For one process at a time; InputError if another one is at it, PlatformError if its folder has no locks. The
+        kernel lets go when that one ends."""
         with open(self.folder / LOCK, "a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 state = self._read()
                 raise InputError(
                     f"{self.folder.name} is being published already, by process {state.pid} on {state.node}. "
                     f"`headway publish status {self.folder.name}` tells how far it is."
+                ) from error
+            except OSError as error:
+                raise PlatformError(
+                    f"{self.folder} cannot be locked ({error.strerror}), so that two might publish the same at once. "
+                    "Its file system has no locks, or its lock server does not answer: mount it with locks, or name a "
+                    "home on another one with HEADWAY_HOME."
                 ) from error
             yield
 
@@ -283,13 +306,6 @@ def all_desks(home: Path) -> list[Desk]:
     folder = home / "publish"
     names = [entry for entry in folder.iterdir() if (entry / REQUEST).is_file()] if folder.is_dir() else []
     return [Desk(entry) for entry in sorted(names, key=lambda entry: -(entry / REQUEST).stat().st_mtime)]
-
-
-def _is_gone(state: State) -> bool:
-    boot, here = state.boot.split(), pid_space().split()
-    if boot == here:
-        return living_ticks(state.pid) != state.ticks
-    return state.node == os.uname().nodename and boot[:1] != here[:1]  # this machine was started anew since
 
 
 __all__ = ["Desk", "Publish", "Request", "State", "all_desks", "find_desk", "open_desk", "request_id"]

@@ -51,6 +51,8 @@ class Versions:
 
     def __init__(self, storage: Storage, patience_s: float = PATIENCE_S) -> None:
         self._storage, self._patience_s = storage, patience_s
+        self.added: set[str] = set()
+        """Those that were completed here: what others have made may have changed since."""
 
     def all(self) -> list[Version]:
         """All there are, complete or not, the oldest first; those without a date come last."""
@@ -166,6 +168,7 @@ class Versions:
             found = claim.await_turn(lambda: self.with_key(manifest.step, manifest.key))
             if not found:
                 self._commit(place, replace(manifest, name=name, published_ns=time.time_ns()))
+                self.added.add(name)
         finally:
             claim.release()
         if found:
@@ -260,7 +263,8 @@ class Versions:
         version = self.find(name)
         if problems := self._problems(version, whole=not verified, progress=progress):
             raise InputError(
-                f"{version.name} cannot be served: {'; '.join(problems)}. Publish it again, or take another."
+                f"{version.name} cannot be served: {'; '.join(problems)}. "
+                "Delete it and publish it again, or take another."
             )
         self._move(version, why)
         return replace(version, served=True)
@@ -288,7 +292,7 @@ class Versions:
         if served is None or served.name == version.name:
             return True, ""
         job = version.manifest.job if version.manifest else ""
-        if served.manifest and served.manifest.job == job and served.step > version.step:
+        if job and served.manifest and served.manifest.job == job and served.step > version.step:
             return False, f"{served.name} stays served: it is of a later step of the same job."
         try:
             known = {each.version for each in self._carried_out()}
