@@ -4,6 +4,9 @@ import errno
 import json
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,23 @@ def test_whoever_published_on_another_machine_is_at_it_as_long_as_it_holds_the_l
         assert Desk(desk.folder).state().phase == "running"
     assert desk.state().phase == "interrupted"
     assert f"headway publish run {desk.folder.name}" in desk.state().problem
+
+
+def test_who_only_looks_keeps_nobody_from_publishing(tmp_path: Path) -> None:
+    desk, other = open_desk(tmp_path, a_request()), threading.Event()
+
+    def look() -> None:
+        with Desk(desk.folder).held(patience_s=0.0):
+            other.set()
+            time.sleep(0.1)
+
+    with ThreadPoolExecutor() as threads:
+        looked = threads.submit(look)
+        assert other.wait(60)
+        with pytest.raises(InputError, match="is being published already"), desk.held(patience_s=0.0):
+            pass
+        with desk.held(patience_s=60.0):
+            looked.result(60)
 
 
 def test_a_state_changes_in_part_and_is_there_for_others(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ ENDED = ("published", "rejected", "failed")
 BEGINS_S = 60.0
 """After so long a process that was started to publish has begun, or never will."""
 
+PATIENCE_S = 0.5
+"""How long whoever wants to publish waits for the lock: somebody may only be looking whether it is free."""
+
 ALLOWED = ("signature", "size", "latency")
 """What may differ from the version before, if one says so."""
 
@@ -215,7 +218,7 @@ class Desk:
     def _is_free(self, *phases: Phase) -> bool:
         """Whether nobody holds it, although it is in one of these phases. False if that cannot be told."""
         try:
-            with self.held():
+            with self.held(patience_s=0.0):
                 return self._read().phase in phases
         except (HeadwayError, OSError):
             return False
@@ -245,12 +248,12 @@ class Desk:
         )  # fmt: skip
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, patience_s: float = PATIENCE_S) -> Iterator[None]:
         """For one process at a time; InputError if another one is at it, PlatformError if its folder has no locks. The
         kernel lets go when that one ends."""
         with open(self.folder / LOCK, "a+") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file.fileno(), patience_s)
             except BlockingIOError as error:
                 state = self._read()
                 raise InputError(
@@ -299,6 +302,19 @@ def find_desk(home: Path, name: str) -> Desk:
         hint = nearest(name, desks) if desks else "there is none yet."
         raise InputError(f"there is no request to publish {name!r} in {home}: {hint}")
     return found[0]
+
+
+def _lock(file: int, patience_s: float) -> None:
+    """Takes the lock; BlockingIOError if another one keeps it for longer than who only looks whether it is free."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.02)
 
 
 def all_desks(home: Path) -> list[Desk]:
