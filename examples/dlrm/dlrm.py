@@ -190,7 +190,13 @@ def loader_of(options: argparse.Namespace, first: int = 0) -> DataLoader[Any]:
     """Batches from step `first` on, read by a process of its own."""
     torch.multiprocessing.set_sharing_strategy("file_system")  # a batch is there in half the time
     data = Clicks(options.steps, int(os.environ["RANK"]), options.warm_up_s, options.folder)
-    return DataLoader(data, batch_size=None, sampler=range(first, options.steps), num_workers=1, prefetch_factor=8)
+    steps = range(first, options.steps)
+    return DataLoader(data, None, sampler=steps, num_workers=1, prefetch_factor=8, worker_init_fn=_share_memory)
+
+
+def _share_memory(worker: int) -> None:
+    """Starts torch's manager of shared memory before the first read waits, and not after it."""
+    torch.zeros(1).share_memory_()
 
 
 # --- around the loop -------------------------------------------------------------------------------------------------
