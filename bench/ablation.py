@@ -87,7 +87,7 @@ def draw(found: dict[str, dict[str, float]], path: Path) -> None:
 def main() -> int:
     """`python -m bench.ablation [--rounds N]`"""
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="jobs of each arm")
+    parser.add_argument("--rounds", type=int, default=2, help="jobs of each arm")
     asked = parser.parse_args()
     ett.OUT = out = ett.OUT.with_name("ablation")
     shutil.rmtree(out, ignore_errors=True)
