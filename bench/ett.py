@@ -256,7 +256,7 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
     right.set_yticks([])
     right.set_xlim(0, 112)
     right.set_xlabel("effective training time of a 30-minute job")
-    right.legend(frameon=False, fontsize=8, loc="lower left")
+    right.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
