@@ -4,6 +4,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from broken_line import Line
@@ -208,6 +209,25 @@ def test_dead_saves_go_and_those_that_may_live_stay(anywhere: Storage) -> None:
     save(anywhere, 150, 4, until="shards")
     assert [each.step for each in catalog.prune(anywhere, LAST)] == [100]
     assert states(anywhere) == {200: "committed", 300: "partial", 150: "partial"}
+
+
+@pytest.mark.parametrize(("until", "left"), [("shards", {3}), ("committed", {1, 3})])
+def test_a_save_that_begins_where_one_is_being_pruned_loses_nothing(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, until: str, left: set[int]
+) -> None:
+    save(storage, 100, 1, until=until)
+    save(storage, 200, 2)
+    decide = catalog.to_prune
+
+    def decided(*words: Any) -> Any:
+        save(storage, 100, 3, until="shards")
+        return decide(*words)
+
+    monkeypatch.setattr(catalog, "to_prune", decided)
+    catalog.prune(storage, LAST)
+    tags = [layout.tag_in(name) for name in storage.names("step-00000100") if name.endswith(".distcp")]
+    assert {layout.generation_of(tag) for tag in tags if tag} == left
+    assert len(tags) == 2 * len(left)
 
 
 def test_a_pin_keeps_even_a_dead_save(storage: Storage) -> None:

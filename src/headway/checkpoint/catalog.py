@@ -232,7 +232,7 @@ def prune(storage: Storage, retention: Retention, *, dry_run: bool = False) -> l
     going += [each for each in found if each.state == "partial" and not each.pinned and _is_dead(each.tag, generation)]
     if not dry_run:
         for checkpoint in going:
-            storage.remove_folder(checkpoint.name, METADATA)
+            _remove(storage, checkpoint, generation)
         for checkpoint in committed:
             if checkpoint not in going:
                 _sweep(storage, checkpoint, generation)
@@ -244,6 +244,18 @@ def sweep(storage: Storage, name: str) -> None:
     found = find(storage, name)
     if found.state == "committed":
         _sweep(storage, found, generation_of(found.tag))
+
+
+def _remove(storage: Storage, checkpoint: Checkpoint, newest_generation: int) -> None:
+    """Deletes a folder. If a newer save has begun there meanwhile, only what a dead one has left: what is committed
+    goes when that save is."""
+    tags = {file: _tag(file) for file in storage.names(checkpoint.name)}
+    if not any(tag and generation_of(tag) > newest_generation for tag in tags.values()):
+        storage.remove_folder(checkpoint.name, METADATA)
+        return
+    for file, tag in tags.items():
+        if checkpoint.state == "partial" and tag and generation_of(tag) <= newest_generation:
+            storage.remove(f"{checkpoint.name}/{file}")
 
 
 def _is_dead(tag: str, newest_generation: int) -> bool:

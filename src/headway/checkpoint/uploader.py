@@ -189,10 +189,14 @@ class Uploader:
             lease.claim(storage, lease.Owner(**task["unclaimed"]))
         elif not any(lease.holds(storage, session) for session in self._sessions(task)):
             raise Broken(f"another job has begun to write to {storage.url}: this one must not any more")
-        if any((tag_of(name) or "") > task["tag"] for name in storage.names(task["folder"])):
-            raise Broken("a later save of the same step is there already")
-        storage.write(_join(task["folder"], manifest_name(task["tag"])), manifest.to_json().encode())
-        storage.write(_join(task["folder"], METADATA), metadata)
+        with self._tidying:  # who tidies up may be deleting what an earlier save has left in this folder
+            names = storage.names(task["folder"])
+            if any((tag_of(name) or "") > task["tag"] for name in names):
+                raise Broken("a later save of the same step is there already")
+            if lost := sorted(files.keys() - set(names)):
+                raise Broken(f"{lost[0]} was deleted before it was committed, with what an earlier save had left there")
+            storage.write(_join(task["folder"], manifest_name(task["tag"])), manifest.to_json().encode())
+            storage.write(_join(task["folder"], METADATA), metadata)
         return manifest
 
     def _sessions(self, task: dict[str, Any]) -> list[str]:
