@@ -31,7 +31,7 @@ save: 12 s, near the best for what their saves cost and a fault every four minut
 KINDS = ("kill", "exception", "notice")
 AFTER = (1 / 6, 1 / 2, 5 / 6)
 """How far into an interval of the plain arms the faults come: on average half of it is lost."""
-STEPS = 4 * SAVE_EVERY + 32
+STEPS = 4 * SAVE_EVERY + 8
 JOB_S = 1800.0
 EVERY_S = {"a fault every 4 minutes": 240.0, "a fault every minute": 60.0}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.machine import cores, free_memory, ranks_here
+from headway.machine import answer_of, cores, free_memory, ranks_here
 
 GB = 1 << 30
 
@@ -110,3 +110,20 @@ def test_the_launcher_says_how_many_ranks_share_a_node(told: str, ranks: int, mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
     assert ranks_here() == ranks
     assert ranks_here(8) == (ranks if told == "4" else 8)
+
+
+def test_a_command_is_asked_without_a_pipe_that_a_forked_data_worker_could_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_pipe() -> None:
+        raise AssertionError("a process that is forked now would hold its end")
+
+    monkeypatch.setattr(os, "pipe", no_pipe)
+    answer = answer_of(["sh", "-c", "echo $WORD; echo no >&2; exit 3"], 10, {**os.environ, "WORD": "yes"})
+    assert answer is not None
+    assert (answer.stdout, answer.stderr, answer.returncode) == ("yes\n", "no\n", 3)
+
+
+def test_a_command_that_is_not_there_or_does_not_answer_is_none() -> None:
+    assert answer_of(["no-such-command"], 10) is None
+    assert answer_of(["sleep", "60"], 0.1) is None

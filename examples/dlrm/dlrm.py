@@ -6,6 +6,7 @@ Without TorchRec the tables are one plain `nn.EmbeddingBag`, which every rank ha
 import argparse
 import errno
 import os
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,8 +196,8 @@ def loader_of(options: argparse.Namespace, first: int = 0) -> DataLoader[Any]:
 
 
 def _share_memory(worker: int) -> None:
-    """Starts torch's manager of shared memory before the first read waits, and not after it."""
-    torch.zeros(1).share_memory_()
+    """Has torch's manager of shared memory start while the first read waits, and not after it."""
+    threading.Timer(0.02, lambda: torch.zeros(1).share_memory_()).start()
 
 
 # --- around the loop -------------------------------------------------------------------------------------------------

@@ -1,9 +1,13 @@
-"""What a process may use of its machine: memory and cores, as the cgroups around it allow."""
+"""What a process may use of its machine: memory and cores, as the cgroups around it allow; and the commands there."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from subprocess import CompletedProcess
 
 ROOT = Path("/")
 
@@ -24,6 +28,36 @@ def ranks_here(otherwise: int = 1) -> int:
     """How many ranks share this node, as the launcher says; where it says nothing, `otherwise`."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdecimal() and int(told) else otherwise
+
+
+def answer_of(
+    command: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ
+) -> "CompletedProcess[str] | None":
+    """What a command answers; None if there is none of that name, or it does not in time.
+
+    May be called beside other threads. There is no pipe in it: a data worker that is forked meanwhile would hold the
+    other end, and the answer would not be over before that worker is gone.
+    """
+    import shutil  # slow to import, all three, and mostly not needed
+    import subprocess
+    import tempfile
+
+    path = shutil.which(command[0], path=environ.get("PATH"))
+    if path is None:
+        return None
+    try:
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+            # Python spawns by itself, and without a pipe, only what it need not close files for.
+            done = subprocess.run(
+                [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=environ,
+                timeout=timeout_s, close_fds=False, check=False,
+            )  # fmt: skip
+            out.seek(0)
+            errors.seek(0)
+            told = (file.read().decode("utf-8", "replace") for file in (out, errors))
+            return subprocess.CompletedProcess(command, done.returncode, *told)
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:

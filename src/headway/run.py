@@ -129,7 +129,8 @@ def begin_compile_cache(
         parts = partial(key.parts, program or process.program, group or settings.compile_group or "all")
         place = Place(rank=run.rank, world_size=run.world_size, is_known=is_ranked(os.environ))
         where = Where(
-            keys=settings.home_folder / "keys", mirror=settings.spool_folder / "compile", number=number,
+            keys=settings.home_folder / "keys", mirror=settings.spool_folder / "compile",
+            hashes=settings.home_folder / "hashes", number=number,
             began=(process.wall_ns - (process.t_ns - process.started_ns)) / 1e9,
         )  # fmt: skip
         session = Session(url, parts, place, where, partial(run.mark, Told.COMPILE_CACHE))

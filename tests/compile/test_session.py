@@ -80,6 +80,20 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Machine, dict
     return folder / "store", machine, machine.run(store=str(folder / "store"))
 
 
+def test_hashes_of_torchs_sources_are_those_that_an_earlier_process_has_kept(
+    first: tuple[Path, Machine, dict[str, Any]], tmp_path: Path
+) -> None:
+    store, machine, cold = first
+    (kept,) = (machine.folder / "home" / "hashes").iterdir()
+    other = Machine(tmp_path)
+    (tmp_path / "home" / "hashes").mkdir()
+    wrong = kept.read_text().replace('"torch_key": "', '"torch_key": "00')
+    (tmp_path / "home" / "hashes" / kept.name).write_text(wrong)
+    told = other.run(store=str(store))
+    assert (told["hits"], told["misses"]) == (0, cold["misses"])  # so it was believed
+    assert told["losses"] == cold["losses"]
+
+
 def copied(store: Path, to: Path) -> Path:
     subprocess.run(["cp", "-r", store, to], check=True)
     return to

@@ -126,6 +126,68 @@ def test_a_restart_finds_what_the_first_attempt_imported(folder: Path) -> None:
     assert (second["attempt"], second["slow_here"]) == ("1", False)
 
 
+LATE = """
+import os, sys, time, json, torch
+from torch.utils.data import DataLoader
+batches = iter(DataLoader(range(8), num_workers=1))
+import slow, choosy
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("told " + json.dumps({"attempt": attempt, "slow_here": slow.pid == os.getpid()}), flush=True)
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(3):
+    (weight * next(batches)).sum().backward()
+    optimizer.step()
+if attempt == "0" and len(sys.argv) > 1:
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.02)
+    raise ConnectionResetError("a peer has gone")
+"""
+"""Imports packages when its data is on the way."""
+
+
+@pytest.mark.parametrize(
+    ("choosy", "why"),
+    [
+        ("", ""),
+        ("if 'RANK' not in os.environ:\n    os._exit(3)", "a zygote died of it"),
+        ("os.environ['RANK']", "KeyError"),
+    ],
+    ids=["good", "deadly", "choosy"],
+)
+def test_what_a_program_imports_while_its_data_comes_is_there_at_a_restart(folder: Path, choosy: str, why: str) -> None:
+    place = folder / "lib" / "site-packages" / "choosy" / "__init__.py"
+    place.write_text(f"import os, time\ntime.sleep(0.1)\n{choosy}\n")
+    (folder / "train.py").write_text(LATE)
+    code, _, err = run(["--fast-start", "--job", "first", "train.py"], folder)
+    assert code == 0, err
+    assert {name: package["later"] for name, package in learned(folder).items()} == {"slow": True, "choosy": True}
+    process = start(["--fast-start", "--job", "second", "train.py", "go"], folder)
+    try:
+        wait_for(lambda: any("for the next workers" in mark["why"] for mark in marks(folder, "second")), process)
+        (folder / "go").touch()
+        assert process.wait(120) == 0, (folder / "stderr").read_text()
+    finally:
+        process.kill()
+    first, second = told((folder / "stdout").read_text())[-2:]
+    assert (first["attempt"], first["slow_here"]) == ("0", True)  # it did not have to wait for that
+    assert (second["attempt"], second["slow_here"]) == ("1", False)
+    assert why in learned(folder)["choosy"]["why"]
+    assert bool(learned(folder)["choosy"]["why"]) == bool(why)
+    assert "workers start fresh" not in (folder / "stderr").read_text()
+
+
+def test_workers_that_share_cores_find_all_of_it_at_once(folder: Path) -> None:
+    (folder / "lib" / "site-packages" / "choosy" / "__init__.py").write_text("")
+    (folder / "train.py").write_text(LATE)
+    ranks = str(len(os.sched_getaffinity(0)) + 1)
+    for job in ("first", "second"):
+        code, out, err = run(["--fast-start", "--nproc-per-node", ranks, "--job", job, "train.py"], folder)
+        assert code == 0, err
+    here = [each["slow_here"] for each in told(out)]
+    assert here == int(ranks) * [True] + int(ranks) * [False]
+
+
 def test_every_item_can_be_switched_off(folder: Path) -> None:
     words = ["--fast-start", "--without", "imports,groups,compile-cache,loader", "--job", "off", "train.py"]
     code, out, err = run(words, folder)
@@ -298,6 +360,15 @@ def later(path: Path, text: str = "") -> None:
 def test_the_slowest_packages_come_first(prewarm: Prewarm, home: Path) -> None:
     assert Prewarm(home, "train.py").names() == prewarm.names() == ["a", "b"]
     assert Prewarm(home, "other.py").names() == []
+
+
+def test_what_the_program_imports_later_comes_last(prewarm: Prewarm, home: Path) -> None:
+    packages = {"c": (9.0, str(home / "own.py")), "d": (0.3, str(home / "own.py"))}
+    prewarm.read = lambda pid, ticks: {"modules": packages, "later": ["c"], "sources": []}
+    assert not prewarm.has_heard_of(2)
+    assert prewarm.look(2, 2)
+    assert prewarm.has_heard_of(2)
+    assert Prewarm(home, "train.py").names() == ["a", "b", "d", "c"]
 
 
 def test_little_that_is_new_waits_for_the_next_job(prewarm: Prewarm, home: Path) -> None:

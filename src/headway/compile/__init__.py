@@ -7,6 +7,7 @@ of it is never a failure of the job: it compiles then, as it would without.
     session    one process and its bundle
     key        which bundle that is
     caches     torch's cache folder: what is new in it, and how it gets there
+    hashes     what torch asks of its own sources before it looks there, asked once
     store      where bundles are kept, as segments; bundle is a segment's file, trust who may be believed
     doctor     what was compiled again, why, and what to tell torch
     autotune   how few configs of a kernel do; tuning listens to the tuners, and keeps them to those

@@ -234,11 +234,15 @@ def call_around(before: Callable[[], None], after: Callable[[], None]) -> None:
         handler.clear = clear_others
         listen()
 
-    name = "torch._dynamo.callback"
+    when_imported("torch._dynamo.callback", register)
+
+
+def when_imported(name: str, then: Callable[[Any], None]) -> None:
+    """Calls this with a module once that has been imported; now, if it is."""
     if name in sys.modules:
-        register(sys.modules[name])
+        then(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Awaited(name, register))
+        sys.meta_path.insert(0, _Awaited(name, then))
 
 
 class _Awaited(MetaPathFinder):

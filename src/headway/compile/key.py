@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
+
+from headway.machine import answer_of
 
 _SETTINGS = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "TRITON_")
 _NO_SETTINGS = ("_CACHE_DIR", "_DEBUG", "_LOGS", "_TRACE", "_THREADS", "_HOME", "JOB_ID", "DYNAMIC_SOURCES", "_DISABLE")
@@ -70,11 +71,8 @@ def _version(*names: str) -> str:
 
 def _compiler(name: str) -> str:
     """What builds kernels for a CPU: they are linked against its library."""
-    try:
-        told = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return "none"
-    return told.stdout.partition("\n")[0]
+    told = answer_of([name, "--version"], timeout_s=10)
+    return told.stdout.partition("\n")[0] if told is not None else "none"
 
 
 def _cpu(cpuinfo: Path) -> str:

@@ -19,6 +19,7 @@ from headway import batches
 from headway.compile import caches, key
 from headway.compile.autotune import CONFIGS, Tables, configs_in
 from headway.compile.bundle import SOURCES, Member, Members
+from headway.compile.hashes import SourceHashes
 from headway.compile.store import Loaded, Store
 from headway.compile.trust import Keys, others_can_write
 from headway.compile.tuning import MODULES, Tuning
@@ -50,10 +51,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a session has to know: who signs, what this node shares, when the process began."""
+    """What a session has to know: who signs, what this node shares, what is known of torch's sources, when the process
+    began."""
 
     keys: Path
     mirror: Path
+    hashes: Path
     began: float
     number: int = 0
     """Counts the sessions of a process: the words of one are none of another's."""
@@ -76,6 +79,7 @@ class Session:
         self._tuning = Tuning(self._tables.hear, lambda text: self._say(outcome="tuning", why=text))
         self._root, self._tag, self._pid = caches.folder(), os.urandom(8).hex(), os.getpid()
         self._store: Store | None = None
+        self._hashes = SourceHashes(where.hashes)
         self._ranks: _Ranks | None = None
         self._known: dict[str, str] = {}
         """The hash of each member that was loaded."""
@@ -116,6 +120,8 @@ class Session:
 
     def _load(self) -> None:
         try:
+            self._hashes.load()
+            self._hashes.give()
             self.about = self._parts()
             self.key = key.digest(self.about)
             self._store = Store(self.url, keys=Keys.at(self._where.keys), mirror=self._where.mirror)
@@ -279,6 +285,7 @@ class Session:
         try:
             if not self.key or self._store is None or not (self.seconds or self._tables) or not self._saves():
                 return
+            self._hashes.keep()
             if reason := others_can_write(self._root):
                 raise PlatformError(f"torch's cache folder may hold what others have put there: {reason}")
             if new := self._new(caches.made(self._root, self._where.began, self._job)):

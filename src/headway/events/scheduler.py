@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.events.vocabulary import Scheduled
+from headway.machine import answer_of
 
 if TYPE_CHECKING:
     from subprocess import CompletedProcess
@@ -64,15 +65,7 @@ def _ask_slurm(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 def scontrol(environ: Mapping[str, str], timeout_s: float, *words: str) -> "CompletedProcess[str] | None":
     """What Slurm's own command answers; None if there is none, or it does not answer in time."""
-    import subprocess  # slow to import, like what asks Kubernetes: only where it is needed, beside training
-
-    try:
-        return subprocess.run(
-            ["scontrol", *words], stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
-            timeout=timeout_s, env=environ,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return answer_of(["scontrol", *words], timeout_s, environ)
 
 
 def slurm_fields(text: str) -> dict[str, str]:

@@ -38,6 +38,8 @@ class Imports:
         self._sets = ""
         self._before: frozenset[str] = frozenset()
         """What was imported before it first did."""
+        self._before_data: frozenset[str] | None = None
+        """What was imported before data was on the way; None as long as it is not."""
         self._told = False
         for name in ("putenv", "unsetenv"):
             if patch := session.patch(os, name):
@@ -49,8 +51,14 @@ class Imports:
             self._sets = os.fsdecode(name)
             self._before = frozenset(self._session.watch.took_ns)
 
+    def data_comes(self) -> None:
+        """Data workers have been started: what is imported from now on holds no data up."""
+        if self._before_data is None:
+            self._before_data = frozenset(self._session.watch.took_ns)
+
     def tell(self) -> None:
-        """Tells which packages these are, and of which files the program is."""
+        """Tells which packages these are, which of them were imported when data was on the way, and of which files the
+        program is."""
         session = self._session
         if session.recorder is None or not session.waited or os.environ.get("LOCAL_RANK", "0") != "0":
             return
@@ -64,8 +72,9 @@ class Imports:
         why = f"the program sets {self._sets} before it imports {', '.join(late)}" if late else ""
         files = {file_of(name) for name in list(sys.modules)}
         own = sorted(file for file in files if os.path.isabs(file) and is_own(file))[:_SOURCES]
+        later = [name for name in modules if self._before_data is not None and name not in self._before_data]
         session.recorder.mark(
-            Told.FAST_START, item="imports", on=not why, why=clean_text(why), modules=modules, sources=own
+            Told.FAST_START, item="imports", on=not why, why=clean_text(why), modules=modules, later=later, sources=own
         )
 
 

@@ -210,7 +210,9 @@ def _loaders(session: "Session", loader_class: Any, iterator_class: Any) -> None
         return loader, way
 
     def ready(token: tuple[Any, Pass | None], iterator: Any, error: BaseException | None) -> None:
-        way = token[1]
+        loader, way = token
+        if error is None and session.imports is not None and loader.num_workers:
+            session.imports.data_comes()
         if way is not None and session.tracker is not None:
             session.tracker.ready(way)
             if error is None and isinstance(iterator, iterator_class):

@@ -18,7 +18,7 @@ from headway.launch import streams
 from headway.launch.channel import Channel
 from headway.launch.prewarm import Prewarm
 from headway.launch.worker import Assignment, as_program, folder_modules, send_assignment
-from headway.launch.zygote import AHEAD
+from headway.launch.zygote import AHEAD, LATER
 
 SPEAK_NS = 2_000_000_000
 """How long a worker that raised may take to print it."""
@@ -168,6 +168,8 @@ class Zygote:
     environ: Mapping[str, str]
     until: float
     """How long to wait for its imports."""
+    is_partial: bool = False
+    """It waits to be told to import the rest."""
     heard: bool = False
     dead: bool = False
     unfit: str = ""
@@ -224,7 +226,7 @@ class Crew:
         """One that imports more than the present one, and is to take its place."""
         streams.fill_gaps()
         sessions.adopt_orphans()
-        self._zygote = self._start_zygote(environ)
+        self._zygote = self._start_zygote(environ, in_two=True)
 
     # --- starting ---
 
@@ -232,6 +234,8 @@ class Crew:
         """Starts one worker for each assignment, with these descriptors for its output."""
         self.size = len(assignments)
         self._renew_zygote(assignments[0].environ)
+        if len(assignments) > len(os.sched_getaffinity(0)):
+            self._import_rest()  # one after another, workers would take longer over it
         why = self.why_fresh(assignments[0])
         if shadowed := self._shadowed(assignments[0]):
             why = f"the program has modules of its own called {', '.join(shadowed)}"
@@ -253,10 +257,11 @@ class Crew:
             modules = self._zygote.modules
             self._replace_zygote(self._zygote.environ)
             self._zygote.modules = modules  # of the standbys it has left
+        self._take_dropped(self._zygote)
         if self._prewarm is not None and self._forks:
             self._look_ahead(self._prewarm)
-        missing = self.size - self._ready()
-        self._order(missing if self._forks else 0)
+        if self._forks and not self._zygote.is_partial:  # else the workers are starting still, and need every core
+            self._order(self.size - self._ready())
         self._reap_others()
 
     def _ready(self) -> int:
@@ -355,13 +360,17 @@ class Crew:
 
     # --- the zygote ---
 
-    def _start_zygote(self, environ: Mapping[str, str]) -> Zygote:
+    def _start_zygote(self, environ: Mapping[str, str], in_two: bool = False) -> Zygote:
+        """One that imports all there is; in two parts, if the first workers are to be forked from between them."""
         ours, theirs = Channel.pair()
-        ahead = self._prewarm.names() if self._prewarm is not None and not self._given_up else []
-        preload = ",".join([*self._preload, *(AHEAD + name for name in ahead)])
+        known = self._prewarm if not self._given_up else None
+        ahead = known.names() if known is not None else []
+        later = [name for name in ahead if in_two and known is not None and known.packages[name].later]
+        preload = ",".join([*self._preload, *((LATER if name in later else AHEAD) + name for name in ahead)])
         words = [str(theirs.fileno()), str(os.getpid()), preload, script_folder(self._command)]
         pid = _spawn_python(_ZYGOTE, [*words, *self._command], environ, theirs)
-        return Zygote(pid, open_pidfd(pid), ours, dict(environ), time.monotonic() + self._patience_s)
+        until = time.monotonic() + self._patience_s
+        return Zygote(pid, open_pidfd(pid), ours, dict(environ), until, is_partial=bool(later))
 
     def _renew_zygote(self, environ: Mapping[str, str]) -> None:
         """Starts another one if this one imported its modules under settings that the workers are not to have."""
@@ -388,6 +397,8 @@ class Crew:
         if new is None:
             if self.workers and prewarm.look(self.workers[0].pid, self.workers[0].ticks):
                 self._next = self._start_zygote(self._zygote.environ)
+            elif self.workers and prewarm.has_heard_of(self.workers[0].pid):
+                self._import_rest()
             return
         new.hear()
         self._take_dropped(new)
@@ -402,6 +413,18 @@ class Crew:
             _bury(new)
             self._next = None
 
+    def _import_rest(self) -> None:
+        """Has the zygote import what its first workers were not to wait for. From then on, workers find that, too."""
+        zygote = self._zygote
+        if zygote.is_partial:
+            self._dismiss_standbys()
+            zygote.is_partial = zygote.heard = False
+            zygote.until = time.monotonic() + self._patience_s
+            zygote.control.send({"rest": True})
+            if self._prewarm is not None:
+                rest = [name for name in self._prewarm.names() if self._prewarm.packages[name].later]
+                self._prewarm.tell(f"for the next workers: {', '.join(rest)}", True)
+
     def _blame(self, zygote: Zygote) -> None:
         """What was being imported ahead when a zygote died, or was given up, is not, from now on."""
         if zygote.importing and not zygote.heard and self._prewarm is not None:
@@ -415,6 +438,8 @@ class Crew:
         for name, why in dropped.items():
             if self._prewarm is not None:
                 self._prewarm.drop([name], why)
+        if dropped:
+            self._guard()  # it has begun anew, and knows of no worker
 
     def _order(self, count: int) -> None:
         for _ in range(count if self._warm else 0):

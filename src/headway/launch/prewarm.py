@@ -38,6 +38,8 @@ class Package:
     """When that file was written."""
     why: str = ""
     """Why it is not imported ahead; empty if it is."""
+    later: bool = False
+    """The program imported it when its data was on the way already."""
 
 
 class Prewarm:
@@ -67,9 +69,10 @@ class Prewarm:
         self.sources = kept["sources"]
 
     def names(self) -> list[str]:
-        """What to import ahead, the slowest first: a package comes before those that it imports itself."""
-        good = [name for name, package in self.packages.items() if not package.why]
-        return sorted(good, key=lambda name: -self.packages[name].seconds)[:MOST]
+        """What to import ahead, the slowest first: a package comes before those that it imports itself. Last comes what
+        the program imports later."""
+        good = {name: package for name, package in self.packages.items() if not package.why}
+        return sorted(sorted(good, key=lambda name: -good[name].seconds)[:MOST], key=lambda name: good[name].later)
 
     def look(self, pid: int, ticks: int) -> bool:
         """Takes what a worker told of its imports, the process that started then; True if some are new, and so many
@@ -78,8 +81,9 @@ class Prewarm:
             return False
         self._heard = pid
         new = {name: took for name, took in told["modules"].items() if name not in self.packages}
+        later = told.get("later", ())
         for name, (seconds, file) in new.items():
-            self.packages[name] = Package(seconds=seconds, file=file, stamp=_written(file))
+            self.packages[name] = Package(seconds=seconds, file=file, stamp=_written(file), later=name in later)
         self.sources = {file: _written(file) for file in told["sources"]}
         if told.get("why"):
             self.tell(told["why"], False)
@@ -87,6 +91,10 @@ class Prewarm:
             self.tell(f"from the next start on: {', '.join(new)}", True)
         self.save()
         return sum(self.packages[name].seconds for name in new) >= WORTH_S
+
+    def has_heard_of(self, pid: int) -> bool:
+        """Whether this worker has told of its imports, as they do when they train."""
+        return pid == self._heard
 
     def patience_s(self, name: str) -> float:
         """How long a start may be kept waiting for this one: longer than it takes on a machine that is busy."""
