@@ -54,6 +54,8 @@ class Losses:
 
     lose: tuple[str, ...]
     """The kinds of faults after which steps are trained again: after a notice not, if all is saved before."""
+    finds_interval: bool
+    """Whether it finds its interval between saves itself."""
     start: list[float]
     shutdown: list[float]
     recover: dict[str, list[float]]
@@ -91,8 +93,8 @@ class Losses:
         return 100 * max(0.0, job_s - lost) / (1 + share) / job_s
 
     def best_percent(self, every_s: float) -> float:
-        """The same with the fixed interval that is best for it, as if that had been known. headway finds its own."""
-        if self.lose != KINDS:
+        """The same with the fixed interval that is best for it, as if that had been known."""
+        if self.finds_interval:
             return self.ett_percent(every_s)
         return max(self.ett_percent(every_s, interval=2 ** (power / 4)) for power in range(-10, 5))
 
@@ -112,6 +114,7 @@ def losses_of(outcomes: list[Outcome]) -> Losses:
     steps = [outcome.report["steps"]["new"] for outcome in outcomes]
     return Losses(
         lose=lose,
+        finds_interval=outcomes[0].arm.is_headway,
         start=[outcome.seconds("start.") for outcome in outcomes],
         shutdown=[outcome.seconds("shutdown.") for outcome in outcomes],
         recover=recover,

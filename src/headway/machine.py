@@ -38,26 +38,23 @@ def answer_of(
     May be called beside other threads. There is no pipe in it: a data worker that is forked meanwhile would hold the
     other end, and the answer would not be over before that worker is gone.
     """
-    import shutil  # slow to import, all three, and mostly not needed
+    import shutil  # slow to import, both, and mostly not needed
     import subprocess
-    import tempfile
 
     path = shutil.which(command[0], path=environ.get("PATH"))
     if path is None:
         return None
-    try:
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-            # Python spawns by itself, and without a pipe, only what it need not close files for.
+    with os.fdopen(os.memfd_create("out"), "rb") as out, os.fdopen(os.memfd_create("errors"), "rb") as errors:
+        try:  # Python spawns without a pipe of its own only what it need not close files for
             done = subprocess.run(
                 [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=environ,
                 timeout=timeout_s, close_fds=False, check=False,
             )  # fmt: skip
-            out.seek(0)
-            errors.seek(0)
-            told = (file.read().decode("utf-8", "replace") for file in (out, errors))
-            return subprocess.CompletedProcess(command, done.returncode, *told)
-    except (OSError, subprocess.SubprocessError):
-        return None
+        except (OSError, subprocess.SubprocessError):
+            return None
+        told = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in (out, errors)]
+    texts = (text.decode("utf-8", "replace") for text in told)
+    return subprocess.CompletedProcess(command, done.returncode, *texts)
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:

@@ -83,4 +83,9 @@ def test_whatever_happens_to_a_source_file_makes_another_state(tmp_path: Path, m
         states.append(state_of(("pack", "not_installed")))
     (tmp_path / "pack" / "inner" / "new.py").write_text("")
     states.append(state_of(("pack", "not_installed")))
-    assert len(set(states)) == 4
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "pack" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "pack")
+    (tmp_path / "elsewhere" / "far.py").write_text("")
+    states.append(state_of(("pack", "not_installed")))
+    assert len(set(states)) == 5

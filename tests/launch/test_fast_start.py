@@ -164,7 +164,7 @@ def test_what_a_program_imports_while_its_data_comes_is_there_at_a_restart(folde
     assert {name: package["later"] for name, package in learned(folder).items()} == {"slow": True, "choosy": True}
     process = start(["--fast-start", "--job", "second", "train.py", "go"], folder)
     try:
-        wait_for(lambda: any("for the next workers" in mark["why"] for mark in marks(folder, "second")), process)
+        wait_for(lambda: any("forked from where" in mark["why"] for mark in marks(folder, "second")), process)
         (folder / "go").touch()
         assert process.wait(120) == 0, (folder / "stderr").read_text()
     finally:
@@ -345,6 +345,7 @@ def prewarm(home: Path) -> Prewarm:
     found = Prewarm(home, "train.py")
     found.read = lambda pid, ticks: {
         "modules": {"b": (0.5, str(home / "b.py")), "a": (1.5, str(home / "a.py"))},
+        "later": [],
         "sources": [str(home / "train.py"), str(home / "own.py")],
     }
     assert found.look(1, 1)
@@ -369,10 +370,13 @@ def test_what_the_program_imports_later_comes_last(prewarm: Prewarm, home: Path)
     assert prewarm.look(2, 2)
     assert prewarm.has_heard_of(2)
     assert Prewarm(home, "train.py").names() == ["a", "b", "d", "c"]
+    prewarm.read = lambda pid, ticks: {"modules": packages, "later": ["d"], "sources": []}
+    assert not prewarm.look(3, 3)
+    assert Prewarm(home, "train.py").names() == ["c", "a", "b", "d"], "the program was changed"
 
 
 def test_little_that_is_new_waits_for_the_next_job(prewarm: Prewarm, home: Path) -> None:
-    prewarm.read = lambda pid, ticks: {"modules": {"c": (0.05, str(home / "own.py"))}, "sources": []}
+    prewarm.read = lambda pid, ticks: {"modules": {"c": (0.05, str(home / "own.py"))}, "later": [], "sources": []}
     assert not prewarm.look(2, 2), "not worth another zygote beside the training"
     assert Prewarm(home, "train.py").names() == ["a", "b", "c"]
 
@@ -398,8 +402,8 @@ def test_a_program_that_has_changed_counts_as_before_unless_it_may_set_something
 
 def test_a_file_that_makes_no_sense_is_as_good_as_none(prewarm: Prewarm, home: Path) -> None:
     written = (home / "a.py").stat().st_mtime_ns
-    wrong = {"a": {"seconds": None, "file": str(home / "a.py"), "stamp": written}}
-    unspeakable = {"a\0b,c": {"seconds": 1.0, "file": str(home / "a.py"), "stamp": written}}
+    wrong = {"a": {"seconds": None, "file": str(home / "a.py"), "stamp": written, "later": False}}
+    unspeakable = {"a\0b,c": {"seconds": 1.0, "file": str(home / "a.py"), "stamp": written, "later": False}}
     damaged = [json.dumps({"packages": packages, "sources": {}}) for packages in (wrong, unspeakable)]
     for text in ("", "[]", '{"packages": {"a": 1}, "sources": {}}', '{"packages": {}}', *damaged):
         prewarm.path.write_text(text)

@@ -27,6 +27,7 @@ from headway.events.vocabulary import Mark, Process, ProcessGone, Told, clean_te
 from headway.launch.crew import Crew
 from headway.launch.prewarm import Prewarm
 from headway.launch.zygote import PRELOAD
+from headway.machine import cores
 from headway.paths import JOURNAL, JobPaths, folder_name
 from headway.run import ROLL_UP, open_somewhere, takes_the_spool
 
@@ -70,7 +71,7 @@ def run(words: tuple[str, ...]) -> None:
     fast = FastStart(words)
     os.environ.update(fast.environ)
     preload, warm = _preload(option_of(head, "preload")), "--cold" not in head
-    crew = Crew(words, _first_environment(words), preload, warm, prewarm=fast.prewarm)
+    crew = Crew(words, _first_environment(words), preload, warm, prewarm=fast.prewarm, in_two=_has_cores(words))
     try:
         code = _supervise(words, crew, fast)
     finally:
@@ -86,9 +87,20 @@ def _first_environment(words: Sequence[str]) -> dict[str, str]:
     measured = os.environ.get("HEADWAY_DISABLE") != "1"
     store = option_of(head_of(words), "compile-cache")
     environ = job_environment(os.environ, None, words, store) if measured else dict(os.environ)
-    if (option_of(head_of(words), "nproc-per-node") or os.environ.get("PET_NPROC_PER_NODE", "1")) != "1":
+    if _workers(words) != "1":
         environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it
     return environ
+
+
+def _workers(words: Sequence[str]) -> str:
+    """How many there will be on this node, as torchrun is told."""
+    return option_of(head_of(words), "nproc-per-node") or os.environ.get("PET_NPROC_PER_NODE", "1")
+
+
+def _has_cores(words: Sequence[str]) -> bool:
+    """Whether there is a core for each worker; as many as there are GPUs, or cores, have one."""
+    workers = _workers(words)
+    return not workers.isdecimal() or int(workers) <= cores()
 
 
 def _preload(given: str) -> list[str]:

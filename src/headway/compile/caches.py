@@ -239,8 +239,9 @@ def call_around(before: Callable[[], None], after: Callable[[], None]) -> None:
 
 def when_imported(name: str, then: Callable[[Any], None]) -> None:
     """Calls this with a module once that has been imported; now, if it is."""
-    if name in sys.modules:
-        then(sys.modules[name])
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        then(module)
     else:
         sys.meta_path.insert(0, _Awaited(name, then))
 
@@ -249,13 +250,13 @@ class _Awaited(MetaPathFinder):
     """Calls a function with one module, once, when that has been imported."""
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
-        self._name, self._then = name, then
+        self._name, self._then, self._is_over = name, then, False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         """What the others find, with a loader that calls back."""
-        if fullname != self._name or self not in sys.meta_path:
+        if fullname != self._name or self._is_over:
             return None
-        sys.meta_path.remove(self)
+        self._is_over = True  # it stays in the list, which another thread may be going through
         found = find_spec(fullname)
         if found is not None and found.loader is not None:
             execute = found.loader.exec_module

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,12 @@ from typing import Any
 from headway.compile import caches
 from headway.compile.trust import others_can_write
 
-_MODULE, _NAMES, _PACKAGES = "torch._inductor.codecache", ("torch_key", "triton_key"), ("torch", "triton")
+_MODULE, _PACKAGES = "torch._inductor.codecache", ("torch", "triton")
+_NAMES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "torch_key": (bytes.hex, bytes.fromhex),
+    "triton_key": (lambda key: key, lambda key: key),
+}
+"""The functions, and how their results are written down and read."""
 _SOURCES, _ELSE = (".py", ".so", ".cpp", ".ld"), {"__pycache__", "include", "lib"}
 """Files that such a hash is made of, and folders that have none of them."""
 
@@ -30,11 +35,11 @@ class SourceHashes:
 
     def load(self) -> None:
         """Finds what an earlier process has worked out. Torch need not be imported for it."""
-        with suppress(OSError, ValueError, TypeError, KeyError):  # a file may hold anything
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # a file may hold anything
             self._state = state_of(_PACKAGES)
             if not others_can_write(self._file):
                 kept = json.loads(self._file.read_text())
-                self._known = {"torch_key": bytes.fromhex(kept["torch_key"]), "triton_key": kept["triton_key"]}
+                self._known = {name: _NAMES[name][1](key) for name, key in kept.items() if name in _NAMES}
 
     def give(self) -> None:
         """Has torch take them for known, as soon as its compiler is imported."""
@@ -42,23 +47,23 @@ class SourceHashes:
             caches.when_imported(_MODULE, self._tell)
 
     def _tell(self, module: Any) -> None:
-        for name in _NAMES:
-            with suppress(RuntimeError, AttributeError):  # torch knows it already, or is of another version
-                getattr(module, name).set(self._known[name])
+        for name, key in self._known.items():
+            with suppress(Exception):  # torch knows it already, or is of another version: it is its own affair then
+                getattr(module, name).set(key)
 
     def keep(self) -> None:
         """Writes down what torch has worked out, once it has compiled."""
-        module: Any = sys.modules.get(_MODULE)
-        if self._known or not self._state or not all(hasattr(getattr(module, name, None), "set") for name in _NAMES):
+        module = sys.modules.get(_MODULE)
+        functions: dict[str, Any] = {name: getattr(module, name, None) for name in _NAMES}
+        functions = {name: function for name, function in functions.items() if hasattr(function, "set")}
+        if self._known or not self._state or not functions:
             return
-        with suppress(OSError):  # then the next process works them out, too
-            found = {"torch_key": module.torch_key().hex(), "triton_key": module.triton_key()}
-            if state_of(_PACKAGES) == self._state:  # else another torch has been installed meanwhile
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                fresh = self._file.with_suffix(f".{os.getpid()}")
-                fresh.write_text(json.dumps(found))
-                fresh.replace(self._file)
-            self._known = found
+        self._known = {name: function() for name, function in functions.items()}
+        if state_of(_PACKAGES) == self._state:  # else another torch has been installed meanwhile
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh = self._file.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps({name: _NAMES[name][0](key) for name, key in self._known.items()}))
+            fresh.replace(self._file)
 
     @property
     def _file(self) -> Path:
@@ -77,11 +82,16 @@ def state_of(packages: tuple[str, ...]) -> str:
 
 def _stamps(root: str) -> Iterator[str]:
     """Each source file below a folder, its size, and when it was written: what Python's own cache goes by."""
-    folders = [root]
+    folders, seen = [root], set[tuple[int, int]]()
     while folders:
-        with os.scandir(folders.pop()) as entries:
+        folder = folders.pop()
+        told = os.stat(folder)
+        if (told.st_dev, told.st_ino) in seen:  # links may lead in a circle
+            continue
+        seen.add((told.st_dev, told.st_ino))
+        with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
+                if entry.is_dir():
                     folders += [entry.path] if entry.name not in _ELSE else []
                 elif entry.name.endswith(_SOURCES):
                     told = entry.stat()

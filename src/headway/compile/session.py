@@ -285,13 +285,13 @@ class Session:
         try:
             if not self.key or self._store is None or not (self.seconds or self._tables) or not self._saves():
                 return
-            self._hashes.keep()
             if reason := others_can_write(self._root):
                 raise PlatformError(f"torch's cache folder may hold what others have put there: {reason}")
             if new := self._new(caches.made(self._root, self._where.began, self._job)):
                 size = self._store.save(self.key, new, self.about, self._tag)
                 self._saved = {name: member.sha256 for name, member in new.items()}
                 self._say(outcome="saved", members=len(new), bytes=size)
+            self._hashes.keep()
         except Exception as error:  # the next save tries again, and the job goes on
             self._say(outcome="not saved", why=f"{type(error).__name__}: {error}")
 

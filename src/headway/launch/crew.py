@@ -18,7 +18,7 @@ from headway.launch import streams
 from headway.launch.channel import Channel
 from headway.launch.prewarm import Prewarm
 from headway.launch.worker import Assignment, as_program, folder_modules, send_assignment
-from headway.launch.zygote import AHEAD, LATER
+from headway.launch.zygote import AHEAD
 
 SPEAK_NS = 2_000_000_000
 """How long a worker that raised may take to print it."""
@@ -28,6 +28,9 @@ TRIES = 3
 
 PATIENCE_S = 120.0
 """Longest wait for the zygote's imports; after that, workers are started without it."""
+
+ALONE_S = 30.0
+"""So long, at most, workers that have yet to import something are left alone with the cores."""
 
 _BEGIN = "import sys; sys.flags.safe_path or sys.path.__setitem__(0, '/dev/null'); "
 """Modules of the folder that this was started in must not be found before the program's own place is known."""
@@ -169,7 +172,7 @@ class Zygote:
     until: float
     """How long to wait for its imports."""
     is_partial: bool = False
-    """It waits to be told to import the rest."""
+    """What the program imports later is left to an heir of it."""
     heard: bool = False
     dead: bool = False
     unfit: str = ""
@@ -189,6 +192,8 @@ class Zygote:
             return
         messages, is_open = self.control.arrived()
         for message in messages:
+            if "pid" in message:
+                self.pid, self.pidfd = message["pid"], open_pidfd(message["pid"])
             self.dropped |= message.get("dropped", {})
             if "importing" in message or "dropped" in message:
                 self.importing, self.since = message.get("importing", ""), time.monotonic()
@@ -208,8 +213,9 @@ class Crew:
 
     def __init__(
         self, command: Sequence[str], environ: Mapping[str, str], preload: Sequence[str], warm: bool = True,
-        patience_s: float = PATIENCE_S, prewarm: Prewarm | None = None,
+        patience_s: float = PATIENCE_S, prewarm: Prewarm | None = None, in_two: bool = False,
     ) -> None:  # fmt: skip
+        """With `in_two`, the first workers are forked before the zygote imports what the program imports later."""
         self.size = 0
         """How many standbys to have ready."""
         self.workers: list[Worker] = []
@@ -220,22 +226,22 @@ class Crew:
         self._given_up = ""
         """Why no zygote will be forked any more."""
         self._is_closed = self._forks = False
+        self._began = 0.0
+        """When workers were started last."""
         self._standbys: list[Worker] = []
         self._leaders: set[int] = set()
         self._next: Zygote | None = None
         """One that imports more than the present one, and is to take its place."""
         streams.fill_gaps()
         sessions.adopt_orphans()
-        self._zygote = self._start_zygote(environ, in_two=True)
+        self._zygote = self._start_zygote(environ, in_two)
 
     # --- starting ---
 
     def start(self, assignments: Sequence[Assignment], outputs: Sequence[Sequence[int]]) -> None:
         """Starts one worker for each assignment, with these descriptors for its output."""
-        self.size = len(assignments)
+        self.size, self._began = len(assignments), time.monotonic()
         self._renew_zygote(assignments[0].environ)
-        if len(assignments) > len(os.sched_getaffinity(0)):
-            self._import_rest()  # one after another, workers would take longer over it
         why = self.why_fresh(assignments[0])
         if shadowed := self._shadowed(assignments[0]):
             why = f"the program has modules of its own called {', '.join(shadowed)}"
@@ -257,12 +263,16 @@ class Crew:
             modules = self._zygote.modules
             self._replace_zygote(self._zygote.environ)
             self._zygote.modules = modules  # of the standbys it has left
-        self._take_dropped(self._zygote)
         if self._prewarm is not None and self._forks:
             self._look_ahead(self._prewarm)
-        if self._forks and not self._zygote.is_partial:  # else the workers are starting still, and need every core
+        if self._forks and (not self._zygote.is_partial or self._is_underway):
             self._order(self.size - self._ready())
         self._reap_others()
+
+    @property
+    def _is_underway(self) -> bool:
+        """Whether the workers have had all cores for long enough to start."""
+        return time.monotonic() - self._began > ALONE_S
 
     def _ready(self) -> int:
         """How many standbys there are."""
@@ -361,16 +371,32 @@ class Crew:
     # --- the zygote ---
 
     def _start_zygote(self, environ: Mapping[str, str], in_two: bool = False) -> Zygote:
-        """One that imports all there is; in two parts, if the first workers are to be forked from between them."""
         ours, theirs = Channel.pair()
-        known = self._prewarm if not self._given_up else None
-        ahead = known.names() if known is not None else []
-        later = [name for name in ahead if in_two and known is not None and known.packages[name].later]
-        preload = ",".join([*self._preload, *((LATER if name in later else AHEAD) + name for name in ahead)])
+        ahead = self._prewarm.names() if self._prewarm is not None and not self._given_up else []
+        left = self._rest() if in_two else []
+        preload = ",".join([*self._preload, *(AHEAD + name for name in ahead if name not in left)])
         words = [str(theirs.fileno()), str(os.getpid()), preload, script_folder(self._command)]
         pid = _spawn_python(_ZYGOTE, [*words, *self._command], environ, theirs)
         until = time.monotonic() + self._patience_s
-        return Zygote(pid, open_pidfd(pid), ours, dict(environ), until, is_partial=bool(later))
+        return Zygote(pid, open_pidfd(pid), ours, dict(environ), until, is_partial=bool(left))
+
+    def _rest(self) -> list[str]:
+        """What the first workers import themselves, while their data comes."""
+        known = self._prewarm
+        return [name for name in known.names() if known.packages[name].later] if known is not None else []
+
+    def _wants_heir(self, prewarm: Prewarm) -> bool:
+        """Whether there is a rest to import, and the workers no longer need all cores to start."""
+        self._zygote.is_partial = self._zygote.is_partial and bool(self._rest())
+        is_time = prewarm.has_heard_of(self.workers[0].pid) or self._is_underway
+        return self._zygote.is_partial and not self._zygote.dead and is_time
+
+    def _heir(self) -> Zygote:
+        """One that is forked from the present zygote, and imports the rest."""
+        ours, theirs = Channel.pair()
+        self._zygote.control.send({"heir": self._rest()}, [theirs.fileno()])
+        theirs.close()
+        return Zygote(0, -1, ours, self._zygote.environ, time.monotonic() + self._patience_s)
 
     def _renew_zygote(self, environ: Mapping[str, str]) -> None:
         """Starts another one if this one imported its modules under settings that the workers are not to have."""
@@ -397,8 +423,8 @@ class Crew:
         if new is None:
             if self.workers and prewarm.look(self.workers[0].pid, self.workers[0].ticks):
                 self._next = self._start_zygote(self._zygote.environ)
-            elif self.workers and prewarm.has_heard_of(self.workers[0].pid):
-                self._import_rest()
+            elif self.workers and self._wants_heir(prewarm):
+                self._next = self._heir()
             return
         new.hear()
         self._take_dropped(new)
@@ -413,18 +439,6 @@ class Crew:
             _bury(new)
             self._next = None
 
-    def _import_rest(self) -> None:
-        """Has the zygote import what its first workers were not to wait for. From then on, workers find that, too."""
-        zygote = self._zygote
-        if zygote.is_partial:
-            self._dismiss_standbys()
-            zygote.is_partial = zygote.heard = False
-            zygote.until = time.monotonic() + self._patience_s
-            zygote.control.send({"rest": True})
-            if self._prewarm is not None:
-                rest = [name for name in self._prewarm.names() if self._prewarm.packages[name].later]
-                self._prewarm.tell(f"for the next workers: {', '.join(rest)}", True)
-
     def _blame(self, zygote: Zygote) -> None:
         """What was being imported ahead when a zygote died, or was given up, is not, from now on."""
         if zygote.importing and not zygote.heard and self._prewarm is not None:
@@ -438,8 +452,6 @@ class Crew:
         for name, why in dropped.items():
             if self._prewarm is not None:
                 self._prewarm.drop([name], why)
-        if dropped:
-            self._guard()  # it has begun anew, and knows of no worker
 
     def _order(self, count: int) -> None:
         for _ in range(count if self._warm else 0):
@@ -525,6 +537,8 @@ class Crew:
 def _bury(zygote: Zygote) -> None:
     zygote.control.send({"guard": []})
     zygote.control.close()
+    if not zygote.pid:
+        return  # an heir that never said a word: it ends when it sees that nobody listens
     with suppress(ProcessLookupError):
         os.kill(zygote.pid, signal.SIGKILL)
     with suppress(ChildProcessError):

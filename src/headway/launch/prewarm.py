@@ -36,10 +36,10 @@ class Package:
     file: str
     stamp: int
     """When that file was written."""
+    later: bool
+    """The program imported it when its data was on the way already."""
     why: str = ""
     """Why it is not imported ahead; empty if it is."""
-    later: bool = False
-    """The program imported it when its data was on the way already."""
 
 
 class Prewarm:
@@ -81,9 +81,10 @@ class Prewarm:
             return False
         self._heard = pid
         new = {name: took for name, took in told["modules"].items() if name not in self.packages}
-        later = told.get("later", ())
         for name, (seconds, file) in new.items():
-            self.packages[name] = Package(seconds=seconds, file=file, stamp=_written(file), later=name in later)
+            self.packages[name] = Package(seconds=seconds, file=file, stamp=_written(file), later=False)
+        for name in told["modules"]:
+            self.packages[name].later = name in told["later"]
         self.sources = {file: _written(file) for file in told["sources"]}
         if told.get("why"):
             self.tell(told["why"], False)

@@ -10,13 +10,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
 from headway import sessions
 from headway.launch import worker
-from headway.launch.channel import Channel
+from headway.launch.channel import Channel, Message
 from headway.launch.threads import count_threads, forbid_threads
 from headway.launch.worker import Hooks, folder_modules, turn_deaf, work
 
@@ -26,60 +26,57 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "
 _INSTALLED = ("site-packages", "dist-packages")
 _PYTHONS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-AHEAD, LATER = "?", "+"
-"""Stand before a module that nobody asked for: if it cannot be had here, it is as if it had not been named. What is to
-come later is imported when the supervisor says so: the first workers import it themselves, while their data comes."""
+AHEAD = "?"
+"""Stands before a module that nobody asked for: if it cannot be had here, it is as if it had not been named."""
 
 
 def serve(control: Channel, supervisor: int, preload: Sequence[str], folder: str, hooks: Hooks) -> NoReturn:
     """Imports what is to be preloaded, the program's own modules from its folder; says so, and forks a worker for each
-    request until the supervisor is gone."""
+    request until the supervisor is gone. Asked for an heir it forks one, which imports more, and serves in turn."""
     turn_deaf()
     sessions.die_with_parent(supervisor)  # an import may hang
-    began, environ = time.monotonic(), dict(os.environ)
+    environ = dict(os.environ)
     gc.disable()  # imports make objects that stay: to look for cycles all the while is a quarter of their time
     forbid_threads(os.environ)
-    failed = _import_all([name for name in preload if not name.startswith((AHEAD, LATER))], folder)
-
-    def import_marked(mark: str) -> bool:
-        """Imports what is marked so, and says that. Whether this process can be forked then."""
-        gc.disable()
-        names = [name.removeprefix(mark) for name in preload if name.startswith(mark)]
-        if names and not _unfit() and (bad := _import_ahead(names, folder, control)):
+    failed = _import_all([name for name in preload if not name.startswith(AHEAD)], folder)
+    ahead = [name.removeprefix(AHEAD) for name in preload if name.startswith(AHEAD)]
+    while True:
+        if ahead and not _unfit() and (bad := _import_ahead(ahead, folder, control)):
             control.send({"dropped": bad})
-            _start_over(control, environ, preload, mark + next(iter(bad)))
+            _start_over(control, environ, [name for name in preload if name != AHEAD + next(iter(bad))])
         turn_deaf()  # to what an import has handlers for, too
         gc.freeze()
         gc.enable()
-        unfit, seconds = _unfit(), time.monotonic() - began
-        control.send({"unfit": unfit, "failed": failed, "seconds": seconds, "modules": _top_level()})
-        failed.clear()  # it is known now
-        return not unfit
+        unfit = _unfit()
+        sessions.outlive_parent()
+        control.send({"unfit": unfit, "failed": failed, "modules": _top_level()})
+        message, channel = _serve_until_forked(control, not unfit)
+        control.close()
+        if channel is None:
+            os._exit(0)
+        if "heir" not in message:
+            work(channel, supervisor, hooks)
+        control, ahead, failed = channel, message["heir"], {}
+        preload = [*preload, *(AHEAD + name for name in ahead)]
+        sessions.die_with_parent(supervisor)
+        gc.disable()
+        control.send({"pid": os.getpid()})
 
-    forks = import_marked(AHEAD)
-    sessions.outlive_parent()
-    channel = _serve_until_forked(control, forks, lambda: import_marked(LATER))
-    control.close()
-    if channel is None:
-        os._exit(0)
-    work(channel, supervisor, hooks)
 
-
-def _serve_until_forked(control: Channel, forks: bool, import_rest: Callable[[], bool]) -> Channel | None:
-    """Returns the worker's channel in each child; None in the zygote itself, when its supervisor is gone."""
+def _serve_until_forked(control: Channel, forks: bool) -> tuple[Message, Channel | None]:
+    """Returns in each child what was asked for, and its channel; without one in the zygote itself, when its supervisor
+    is gone."""
     guarded: list[int] = []
     while True:
         try:
             message, fds = control.receive()
         except EOFError:
             sessions.end(guarded)
-            return None
+            return {}, None
         guarded = message.get("guard", guarded)
-        if "rest" in message:
-            forks = import_rest()
         for fd in fds:
             if forks and _fork_twice():
-                return Channel(socket.socket(fileno=fd))
+                return message, Channel(socket.socket(fileno=fd))
             os.close(fd)
 
 
@@ -121,7 +118,8 @@ def _import_ahead(names: Sequence[str], folder: str, control: Channel) -> dict[s
         control.send({"importing": name})  # it may be the last word
         if why := _why_not_ahead(name, folder_modules(folder)):
             return {name: why}
-    worker.imports_set.update(_changes(given, os.environ))
+    for name, (before, after) in _changes(given, os.environ).items():
+        worker.imports_set[name] = (worker.imports_set.get(name, (before, after))[0], after)
     return {}
 
 
@@ -147,15 +145,12 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, t
     return {name: (before.get(name), after.get(name)) for name in names}
 
 
-def _start_over(control: Channel, environ: Mapping[str, str], preload: Sequence[str], without: str) -> NoReturn:
-    """Begins anew in this process's place, without a module: what its import has done cannot be undone otherwise. Who
-    was at what comes later comes to it at once."""
+def _start_over(control: Channel, environ: Mapping[str, str], preload: Sequence[str]) -> NoReturn:
+    """Begins anew in this process's place, with these modules: what an import has done cannot be undone otherwise."""
     worker.listen_again()
     words = list(sys.orig_argv)
-    names = [name for name in preload if name != without]
-    if without.startswith(LATER):
-        names = [AHEAD + name.removeprefix(LATER) if name.startswith(LATER) else name for name in names]
-    words[words.index(str(control.fileno())) + 2] = ",".join(names)
+    at = words.index("-c") + 2  # what `crew` starts it with: fd, supervisor, preload, folder, …
+    words[at], words[at + 2] = str(control.fileno()), ",".join(preload)
     os.set_inheritable(control.fileno(), True)
     os.execve(sys.executable, words, dict(environ))
 
