@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.machine import answer_of, cores, free_memory, ranks_here
+from headway.machine import answer_of, cores, free_memory, memory_file, ranks_here
 
 GB = 1 << 30
 
@@ -127,3 +127,17 @@ def test_a_command_is_asked_without_a_pipe_that_a_forked_data_worker_could_hold(
 def test_a_command_that_is_not_there_or_does_not_answer_is_none() -> None:
     assert answer_of(["no-such-command"], 10) is None
     assert answer_of(["sleep", "60"], 0.1) is None
+
+
+def test_memory_can_be_had_where_python_does_not_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    fd = memory_file("some")
+    try:
+        assert os.write(fd, b"kept") == 4
+        assert os.pread(fd, 9, 0) == b"kept"
+        assert not os.get_inheritable(fd)
+    finally:
+        os.close(fd)
+    answer = answer_of(["echo", "yes"], 10)
+    assert answer is not None
+    assert answer.stdout == "yes\n"

@@ -1,5 +1,6 @@
 """What a process may use of its machine: memory and cores, as the cgroups around it allow; and the commands there."""
 
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,17 +45,31 @@ def answer_of(
     path = shutil.which(command[0], path=environ.get("PATH"))
     if path is None:
         return None
-    with os.fdopen(os.memfd_create("out"), "rb") as out, os.fdopen(os.memfd_create("errors"), "rb") as errors:
-        try:  # Python spawns without a pipe of its own only what it need not close files for
+    try:
+        with open(memory_file("out"), "rb") as out, open(memory_file("errors"), "rb") as errors:
+            # Python spawns without a pipe of its own only what it need not close files for.
             done = subprocess.run(
                 [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=environ,
                 timeout=timeout_s, close_fds=False, check=False,
             )  # fmt: skip
-        except (OSError, subprocess.SubprocessError):
-            return None
-        told = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in (out, errors)]
-    texts = (text.decode("utf-8", "replace") for text in told)
-    return subprocess.CompletedProcess(command, done.returncode, *texts)
+            told = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in (out, errors)]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return subprocess.CompletedProcess(command, done.returncode, *(text.decode("utf-8", "replace") for text in told))
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of a file that is nowhere but in memory, and is not passed on; OSError if none can be had."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    import ctypes  # Python was built where the C library was older than the one here, as conda's is
+
+    create = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
+    fd: int = create(name.encode(), 1) if create is not None else -1  # 1: closed when another program is executed
+    if fd < 0:
+        number = ctypes.get_errno() or errno.ENOSYS
+        raise OSError(number, os.strerror(number))
+    return fd
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:

@@ -373,6 +373,9 @@ def test_what_the_program_imports_later_comes_last(prewarm: Prewarm, home: Path)
     prewarm.read = lambda pid, ticks: {"modules": packages, "later": ["d"], "sources": []}
     assert not prewarm.look(3, 3)
     assert Prewarm(home, "train.py").names() == ["c", "a", "b", "d"], "the program was changed"
+    prewarm.read = lambda pid, ticks: {"modules": packages, "later": None, "sources": []}
+    assert not prewarm.look(4, 4)
+    assert Prewarm(home, "train.py").names() == ["c", "a", "b", "d"], "it had no data workers, for once"
 
 
 def test_little_that_is_new_waits_for_the_next_job(prewarm: Prewarm, home: Path) -> None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from headway.errors import PlatformError
+from headway.machine import memory_file
 
 PAGE = 4096
 _RECORD = struct.Struct("<12sqqQ")
@@ -85,7 +86,7 @@ class Arena:
     @staticmethod
     def create(shape: Shape, metadata: bytes) -> "Arena":
         """An empty one. It has no name in any file system, and is gone with the last process that holds it."""
-        fd = os.memfd_create("headway-checkpoint", os.MFD_CLOEXEC)
+        fd = memory_file("headway-checkpoint")
         try:
             os.ftruncate(fd, shape.total)
             arena = Arena(shape, fd)

@@ -58,12 +58,13 @@ class SourceHashes:
         functions = {name: function for name, function in functions.items() if hasattr(function, "set")}
         if self._known or not self._state or not functions:
             return
-        self._known = {name: function() for name, function in functions.items()}
+        found = {name: function() for name, function in functions.items()}
         if state_of(_PACKAGES) == self._state:  # else another torch has been installed meanwhile
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh = self._file.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps({name: _NAMES[name][0](key) for name, key in self._known.items()}))
+            fresh.write_text(json.dumps({name: _NAMES[name][0](key) for name, key in found.items()}))
             fresh.replace(self._file)
+        self._known = found
 
     @property
     def _file(self) -> Path:

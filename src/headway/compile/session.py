@@ -108,6 +108,9 @@ class Session:
             while time.monotonic() - self._last < QUIET_S and not self._leaving.wait(QUIET_S / 4):
                 pass
             self.save()
+            if self.seconds and self._is_first:
+                with suppress(Exception):  # then the next process works them out, too
+                    self._hashes.keep()
             if self._leaving.is_set():
                 return
 
@@ -251,6 +254,7 @@ class Session:
             self.outcome = {"outcome": "miss", "why": f"the bundle was not there after {WAIT_S:.0f} s"}
         if self.key:
             caches.remember_shapes(self._job)
+        self._hashes.give()  # once more: its compiler may have been on its way in the first time
         old, self._root = self._root, caches.folder()  # the script may have chosen another one meanwhile
         if self.outcome["outcome"] == "hit":
             self._apply(old)
@@ -291,7 +295,6 @@ class Session:
                 size = self._store.save(self.key, new, self.about, self._tag)
                 self._saved = {name: member.sha256 for name, member in new.items()}
                 self._say(outcome="saved", members=len(new), bytes=size)
-            self._hashes.keep()
         except Exception as error:  # the next save tries again, and the job goes on
             self._say(outcome="not saved", why=f"{type(error).__name__}: {error}")
 

@@ -108,6 +108,8 @@ class EarlyLoaders:
         key = id(loader)
         early.gone = weakref.ref(loader, lambda ref: self._drop(key, ""))
         self._early[key] = early
+        if session.imports is not None:
+            session.imports.data_comes()
 
     def _why_not(self, loader: Any) -> str:
         """Why a loader's workers cannot start before the script asks for them; empty if they can."""

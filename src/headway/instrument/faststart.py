@@ -72,7 +72,8 @@ class Imports:
         why = f"the program sets {self._sets} before it imports {', '.join(late)}" if late else ""
         files = {file_of(name) for name in list(sys.modules)}
         own = sorted(file for file in files if os.path.isabs(file) and is_own(file))[:_SOURCES]
-        later = [name for name in modules if self._before_data is not None and name not in self._before_data]
+        before = self._before_data
+        later = None if before is None else [name for name in modules if name not in before]
         session.recorder.mark(
             Told.FAST_START, item="imports", on=not why, why=clean_text(why), modules=modules, later=later, sources=own
         )

@@ -171,8 +171,8 @@ class Zygote:
     environ: Mapping[str, str]
     until: float
     """How long to wait for its imports."""
-    is_partial: bool = False
-    """What the program imports later is left to an heir of it."""
+    left: list[str] = field(default_factory=list)
+    """What it has not imported ahead, since the program does so later: that is for an heir of it."""
     heard: bool = False
     dead: bool = False
     unfit: str = ""
@@ -193,7 +193,9 @@ class Zygote:
         messages, is_open = self.control.arrived()
         for message in messages:
             if "pid" in message:
-                self.pid, self.pidfd = message["pid"], open_pidfd(message["pid"])
+                with suppress(OSError):  # it is gone already, as will be seen
+                    self.pidfd = open_pidfd(message["pid"])
+                    self.pid = message["pid"]
             self.dropped |= message.get("dropped", {})
             if "importing" in message or "dropped" in message:
                 self.importing, self.since = message.get("importing", ""), time.monotonic()
@@ -265,7 +267,7 @@ class Crew:
             self._zygote.modules = modules  # of the standbys it has left
         if self._prewarm is not None and self._forks:
             self._look_ahead(self._prewarm)
-        if self._forks and (not self._zygote.is_partial or self._is_underway):
+        if self._forks and (not self._left() or self._is_underway):
             self._order(self.size - self._ready())
         self._reap_others()
 
@@ -372,29 +374,28 @@ class Crew:
 
     def _start_zygote(self, environ: Mapping[str, str], in_two: bool = False) -> Zygote:
         ours, theirs = Channel.pair()
-        ahead = self._prewarm.names() if self._prewarm is not None and not self._given_up else []
-        left = self._rest() if in_two else []
+        known = self._prewarm if not self._given_up else None
+        ahead = known.names() if known is not None else []
+        left = [name for name in ahead if in_two and known is not None and known.packages[name].later]
         preload = ",".join([*self._preload, *(AHEAD + name for name in ahead if name not in left)])
         words = [str(theirs.fileno()), str(os.getpid()), preload, script_folder(self._command)]
         pid = _spawn_python(_ZYGOTE, [*words, *self._command], environ, theirs)
-        until = time.monotonic() + self._patience_s
-        return Zygote(pid, open_pidfd(pid), ours, dict(environ), until, is_partial=bool(left))
+        return Zygote(pid, open_pidfd(pid), ours, dict(environ), time.monotonic() + self._patience_s, left)
 
-    def _rest(self) -> list[str]:
-        """What the first workers import themselves, while their data comes."""
-        known = self._prewarm
-        return [name for name in known.names() if known.packages[name].later] if known is not None else []
+    def _left(self) -> list[str]:
+        """What the zygote has left for an heir, and can still be imported ahead."""
+        good = self._prewarm.names() if self._prewarm is not None else []
+        return [name for name in self._zygote.left if name in good]
 
     def _wants_heir(self, prewarm: Prewarm) -> bool:
-        """Whether there is a rest to import, and the workers no longer need all cores to start."""
-        self._zygote.is_partial = self._zygote.is_partial and bool(self._rest())
+        """Whether there is something left to import, and the workers no longer need all cores to start."""
         is_time = prewarm.has_heard_of(self.workers[0].pid) or self._is_underway
-        return self._zygote.is_partial and not self._zygote.dead and is_time
+        return bool(self._left()) and not self._zygote.dead and is_time
 
     def _heir(self) -> Zygote:
-        """One that is forked from the present zygote, and imports the rest."""
+        """One that is forked from the present zygote, and imports what that has left."""
         ours, theirs = Channel.pair()
-        self._zygote.control.send({"heir": self._rest()}, [theirs.fileno()])
+        self._zygote.control.send({"heir": self._left()}, [theirs.fileno()])
         theirs.close()
         return Zygote(0, -1, ours, self._zygote.environ, time.monotonic() + self._patience_s)
 
@@ -519,7 +520,9 @@ class Crew:
         return stuck
 
     def _reap_others(self) -> None:
-        self._ready()  # their names may have come just now
+        self._ready()  # their names may have come just now, and that of an heir
+        if self._next is not None:
+            self._next.hear()
         ours = {worker.pid for worker in (*self.workers, *self._standbys)}
         sessions.reap_others(ours | {zygote.pid for zygote in self._zygotes()})
 
@@ -535,10 +538,11 @@ class Crew:
 
 
 def _bury(zygote: Zygote) -> None:
+    zygote.hear()  # an heir may have said just now who it is
     zygote.control.send({"guard": []})
     zygote.control.close()
     if not zygote.pid:
-        return  # an heir that never said a word: it ends when it sees that nobody listens
+        return  # it is gone, or was never there, or ends when it sees that nobody listens
     with suppress(ProcessLookupError):
         os.kill(zygote.pid, signal.SIGKILL)
     with suppress(ChildProcessError):

@@ -83,8 +83,9 @@ class Prewarm:
         new = {name: took for name, took in told["modules"].items() if name not in self.packages}
         for name, (seconds, file) in new.items():
             self.packages[name] = Package(seconds=seconds, file=file, stamp=_written(file), later=False)
-        for name in told["modules"]:
-            self.packages[name].later = name in told["later"]
+        if (later := told.get("later")) is not None:  # else it had no data workers, this time
+            for name in told["modules"]:
+                self.packages[name].later = name in later
         self.sources = {file: _written(file) for file in told["sources"]}
         if told.get("why"):
             self.tell(told["why"], False)
