@@ -3,6 +3,7 @@ program would have imported itself, and nothing that a zygote cannot have."""
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from headway.config import FAST_START
 from headway.errors import InputError
 from headway.events.journal import Follower
 from headway.events.vocabulary import Mark, Told
+from headway.launch.channel import Channel
+from headway.launch.crew import Zygote
 from headway.launch.prewarm import Prewarm
 
 PACKAGES = {
@@ -186,6 +189,19 @@ def test_workers_that_share_cores_find_all_of_it_at_once(folder: Path) -> None:
         assert code == 0, err
     here = [each["slow_here"] for each in told(out)]
     assert here == int(ranks) * [True] + int(ranks) * [False]
+
+
+def test_an_heir_that_is_gone_before_it_is_heard_leaves_word_of_what_it_died_of() -> None:
+    ours, theirs = Channel.pair()
+    process = subprocess.Popen(["true"])
+    process.wait()
+    for message in ({"pid": process.pid}, {"importing": "choosy"}):
+        theirs.send(message)
+    theirs.close()
+    heir = Zygote(0, -1, ours, {}, 0.0)
+    heir.hear()
+    assert (heir.dead, heir.pid, heir.importing) == (True, 0, "choosy")
+    ours.close()
 
 
 def test_every_item_can_be_switched_off(folder: Path) -> None:
