@@ -44,6 +44,20 @@ ARMS = [
 ]
 
 
+SAVE_OTHERWISE = ("without the memory tier", "without the auto interval")
+"""The arms in which it is saved at other times, or restored from elsewhere."""
+
+
+def pooled(losses: dict[str, Losses]) -> dict[str, Losses]:
+    """The same, but all arms that save alike have trained the same steps again, and lost the same inside the loop: the
+    mean of them all. Where between two saves a fault comes is chance, and what they lack has no say in it."""
+    alike = [lost for name, lost in losses.items() if name not in SAVE_OTHERWISE]
+    parts = {
+        part: [sample for lost in alike for sample in getattr(lost, part)] for part in ("again", "steady", "blocking")
+    }
+    return {name: lost if name in SAVE_OTHERWISE else replace(lost, **parts) for name, lost in losses.items()}
+
+
 def gains(losses: dict[str, Losses]) -> dict[str, dict[str, float]]:
     """What is lost more without each technique."""
     whole, found = losses[WARM.name], {}
@@ -93,7 +107,7 @@ def main() -> int:
     shutil.rmtree(out, ignore_errors=True)
     jobs = turns([WARM, *ARMS], asked.rounds)
     losses = {name: losses_of(outcomes) for name, outcomes in jobs.items()}
-    found = gains(losses)
+    found = gains(pooled(losses))
     print(f"\n{'what it gives':34}{'points':>9}{'a start':>10}{'a fault':>10}{'an hour':>10}{'the end':>10}")
     for name, gain in found.items():
         seconds = "".join(f"{gain[key]:+8.1f} s" for key in ("start_s", "fault_s", "hour_s", "end_s"))
