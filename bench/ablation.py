@@ -1,6 +1,6 @@
 """What each technique gives: the DLRM with headway, and again with one technique switched off, under the same faults.
 
-    make bench-ablation                           # three quarters of an hour, on an idle machine
+    make bench-ablation                           # 35 minutes, on an idle machine
 
 For each: the seconds that a start, a fault and the end take longer without it, and the points of effective training
 time that a job of thirty minutes with a fault every four would lose.
