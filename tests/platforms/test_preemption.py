@@ -168,10 +168,15 @@ def test_a_job_that_may_not_be_requeued_says_so_and_fails(preempting: Slurm, hom
 
 
 TWO_CALLERS = """
-import os, signal
-from headway.launch.slurm import requeue, restarts
+import os, signal, time
+from pathlib import Path
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to have a last word
+from headway.launch.slurm import requeue, restarts
 if restarts(os.environ) == 0:
+    folder = Path(__file__).parent
+    (folder / f"ready-{os.environ['SLURM_PROCID']}").touch()
+    while len(list(folder.glob("ready-*"))) < 2:  # whoever comes first ends the other
+        time.sleep(0.01)
     print(requeue(os.environ, "sigusr1"), flush=True)
 """
 
