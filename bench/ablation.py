@@ -49,8 +49,8 @@ SAVE_OTHERWISE = ("without the memory tier", "without the auto interval")
 
 
 def pooled(losses: dict[str, Losses]) -> dict[str, Losses]:
-    """The same, but all arms that save alike have trained the same steps again, and lost the same inside the loop: the
-    mean of them all. Where between two saves a fault comes is chance, and what they lack has no say in it."""
+    """The same, but all arms that save alike have trained the same steps again, and lost the same inside the loop: what
+    they did together. Where between two saves a fault comes is chance, and what they lack has no say in it."""
     alike = [lost for name, lost in losses.items() if name not in SAVE_OTHERWISE]
     parts = {
         part: [sample for lost in alike for sample in getattr(lost, part)] for part in ("again", "steady", "blocking")
