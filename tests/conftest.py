@@ -1,12 +1,21 @@
-"""Turns the marks `needs` and `needs_package` into skips that say how to get it; in CI such a skip is a failure."""
+"""What every test run has: a guard, skips that say how to get what is missing, groups for xdist, and seconds per package.
+
+In CI a skip is a failure.
+"""
 
 import importlib.util
+import itertools
 import os
+import resource
 import shutil
 import sys
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
+import guard
 import pytest
+import warm
 
 GET = {
     "chromium": "apt-get install chromium",
@@ -24,10 +33,46 @@ GET = {
 }
 FRAMEWORKS = "pip install -c constraints.txt -e '.[frameworks]'"
 GET_PACKAGE = {"torchrec": "pip install -c constraints.txt -e '.[rec]', then pip install --no-deps torchrec==1.8.0"}
+SLOWEST = 10
+_CPU_S = pytest.StashKey[float]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        guard.continue_in_a_guarded_child()
+
+
+# --- order and groups ------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that share an expensive fixture to one worker, and start what takes longest first."""
+    for item in items:
+        if name := _group_of(item):
+            item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda item: (item.get_closest_marker("xdist_group") is None, not _is_thorough(item)))
+
+
+def _group_of(item: pytest.Item) -> str | None:
+    """The worker group of a test that uses Slurm or a fixture made once per file; None if any worker may run it."""
+    fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    if "slurm" in fixtures:
+        return "slurm"
+    is_shared = any(definitions[-1].scope == "module" for definitions in fixtures.values())
+    return item.nodeid.partition("::")[0] if is_shared else None
+
+
+def _is_thorough(item: pytest.Item) -> bool:
+    return item.get_closest_marker("thorough") is not None
+
+
+# --- what is missing -------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_CPU_S] = _cpu_s()
     for mark in item.iter_markers("needs"):
         for program in mark.args:
             if shutil.which(program) is None and shutil.which(program, path=os.path.dirname(sys.executable)) is None:
@@ -44,7 +89,50 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     if report.skipped and os.environ.get("SKIP_IS_FAILURE") == "1" and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped, which counts as a failure here: {report.longrepr}"
+    if call.when == "teardown":
+        report.user_properties.append(("cpu_s", _cpu_s() - item.stash[_CPU_S]))
     return report
+
+
+# --- seconds per package ---------------------------------------------------------------------------------------------
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how long each package and the slowest tests took."""
+    spent: dict[str, Spent] = defaultdict(Spent)
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            spent[report.nodeid].add(report)
+    packages: dict[str, list[Spent]] = defaultdict(list)
+    for test, each in spent.items():
+        folders = Path(test.partition("::")[0]).parts[1:-1]
+        packages[folders[0] if folders else "tests"].append(each)
+    line = terminalreporter.write_line
+    line(f"\n{'package':<14}{'tests':>6}{'seconds':>10}{'of CPU':>10}")
+    for name, every in sorted(packages.items(), key=lambda pair: -sum(each.wall_s for each in pair[1])):
+        wall_s, cpu_s = sum(each.wall_s for each in every), sum(each.cpu_s for each in every)
+        line(f"{name:<14}{len(every):>6}{wall_s:>10.1f}{cpu_s:>10.1f}")
+    line(f"\nthe {SLOWEST} slowest tests")
+    for test, each in sorted(spent.items(), key=lambda pair: -pair[1].wall_s)[:SLOWEST]:
+        line(f"{each.wall_s:>8.1f} s  {test}")
+
+
+@dataclass
+class Spent:
+    """Seconds that a test took, set-up and teardown included."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of the test's process and of the children it waited for; daemons are missing."""
+
+    def add(self, report: pytest.TestReport) -> None:
+        self.wall_s += report.duration
+        self.cpu_s += dict(report.user_properties).get("cpu_s", 0.0) if report.when == "teardown" else 0.0
+
+
+def _cpu_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return warm.cpu_s + sum(each.ru_utime + each.ru_stime for each in used)
 
 
 @pytest.fixture
