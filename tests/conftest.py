@@ -1,6 +1,6 @@
-"""What every test run has: a guard, skips that say how to get what is missing, groups for xdist, and seconds per package.
+"""Guards each test run, groups its tests for xdist, skips what the machine lacks, and prints seconds per package.
 
-In CI a skip is a failure.
+A skip names the command that installs what is missing. In CI it is a failure.
 """
 
 import importlib.util
@@ -13,8 +13,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import guard
 import pytest
+
+import guard
 import warm
 
 GET = {

@@ -23,7 +23,6 @@ import os
 import random
 import runpy
 import selectors
-import signal
 import socket
 import struct
 import subprocess
@@ -50,7 +49,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *given: Any) -> None:
         args, _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, p2cread, _, _, c2pwrite, _, errwrite, *rest = given
-        assert not (preexec_fn or pass_fds or shell)
+        assert not any((preexec_fn, pass_fds, shell)), "not for programs forked from a server"
         start_new_session = rest[5]
         program = {"argv": [os.fspath(arg) for arg in args], "env": {**(os.environ if env is None else env)},
                    "cwd": os.path.abspath(cwd or "."), "session": start_new_session}  # fmt: skip
