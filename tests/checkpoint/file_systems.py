@@ -1,4 +1,4 @@
-"""File systems of one's own."""
+"""File systems that a test has for itself."""
 
 import contextlib
 import subprocess
@@ -36,3 +36,18 @@ def bound(below: Path, above: Path) -> Iterator[Path]:
         yield above
     finally:
         subprocess.run(["umount", "--lazy", above], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    with mounted(tmp_path / "small", "size=1m,mode=700") as folder:
+        yield folder
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A file system that cannot be written, not even by root."""
+    with mounted(tmp_path / "read-only", "size=1m,mode=700") as folder:
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        yield folder

@@ -1,8 +1,5 @@
-"""The S3 server and the file systems that the tests of checkpoints have."""
+"""The S3 server, the line to it, and the file systems that the tests of checkpoints have."""
 
-import runpy
-from pathlib import Path
+from file_systems import read_only, small_disk  # noqa: F401
 
-_there = runpy.run_path(str(Path(__file__).parent.parent / "checkpoint" / "conftest.py"))
-s3_server, s3_root, line = _there["s3_server"], _there["s3_root"], _there["line"]
-small_disk, read_only = _there["small_disk"], _there["read_only"]
+from object_store import line, s3_root, s3_server  # noqa: F401

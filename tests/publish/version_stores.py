@@ -1,7 +1,6 @@
 """Places for versions, real ones and such as fail; and publishers that are quickly done."""
 
 import errno
-import importlib.util
 import random
 import time
 from collections.abc import Iterable
@@ -11,16 +10,7 @@ from typing import Any, Literal
 from headway.publish.layout import WORK, VersionManifest
 from headway.publish.versions import Version, Versions
 from headway.storage import LocalFolder, Storage
-
-_checkpoint = importlib.util.spec_from_file_location(
-    "checkpoint_conftest", Path(__file__).parent.parent / "checkpoint" / "conftest.py"
-)
-assert _checkpoint
-assert _checkpoint.loader
-_stores = importlib.util.module_from_spec(_checkpoint)
-_checkpoint.loader.exec_module(_stores)
-s3_server, s3_root = _stores.s3_server, _stores.s3_root
-"""The real S3 server that the tests of checkpoints use."""
+from object_store import s3_root, s3_server  # noqa: F401
 
 
 def made(folder: Path, step: int, key: str = "abcd1234", names: Iterable[str] = (), **told: Any) -> VersionManifest:
