@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import guard
@@ -36,6 +37,12 @@ FRAMEWORKS = "pip install -c constraints.txt -e '.[frameworks]'"
 GET_PACKAGE = {"torchrec": "pip install -c constraints.txt -e '.[rec]', then pip install --no-deps torchrec==1.8.0"}
 SLOWEST = 10
 _CPU_S = pytest.StashKey[float]()
+
+
+# The same examples in every run, so that none fails by chance; a sweep draws others, and many more.
+hypothesis.settings.register_profile("tests", max_examples=60, derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("sweep", max_examples=1000, deadline=None, database=None)
+hypothesis.settings.load_profile("sweep" if "SEED" in os.environ else "tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,6 +97,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     if report.skipped and os.environ.get("SKIP_IS_FAILURE") == "1" and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped, which counts as a failure here: {report.longrepr}"
+    if call.when == "call" and hasattr(getattr(item, "obj", None), "hypothesis"):
+        report.user_properties.append(("examples", hypothesis.settings.default.max_examples))
     if call.when == "teardown":
         report.user_properties.append(("cpu_s", _cpu_s() - item.stash[_CPU_S]))
     return report

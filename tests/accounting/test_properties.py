@@ -6,7 +6,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.accounting.attempts import Instant
@@ -205,7 +205,6 @@ def shift(record: Record, ns: int, wall_ns: int) -> Record:
     return dataclasses.replace(record, **changes)
 
 
-@settings(max_examples=400, deadline=None)
 @given(jobs)
 def test_the_parts_of_any_journal_sum_to_the_whole_and_none_is_negative(job: Job) -> None:
     ledger = account(job)
@@ -213,7 +212,6 @@ def test_the_parts_of_any_journal_sum_to_the_whole_and_none_is_negative(job: Job
         check(ledger)
 
 
-@settings(max_examples=200, deadline=None)
 @given(jobs)
 def test_a_job_is_the_same_with_and_without_its_publishers(job: Job) -> None:
     def is_publisher(told: list[Record]) -> bool:
@@ -226,7 +224,6 @@ def test_a_job_is_the_same_with_and_without_its_publishers(job: Job) -> None:
     assert without is None or all(not each.tries for each in without.publications)
 
 
-@settings(max_examples=150, deadline=None)
 @given(jobs, st.integers(1, 10**6).map(lambda s: s * SECOND), st.integers(1, 10**6).map(lambda s: s * SECOND))
 def test_shifting_all_clocks_changes_nothing(job: Job, ns: int, wall_ns: int) -> None:
     moved: Job = []
@@ -239,7 +236,6 @@ def test_shifting_all_clocks_changes_nothing(job: Job, ns: int, wall_ns: int) ->
     assert told(account(job)) == told(account(moved, later))
 
 
-@settings(max_examples=150, deadline=None)
 @given(jobs)
 def test_adding_records_one_by_one_equals_reading_them_at_once(job: Job) -> None:
     accounts = JobAccounts()
@@ -253,7 +249,6 @@ def test_adding_records_one_by_one_equals_reading_them_at_once(job: Job) -> None
     assert told(accounts.ledger(NOW, alive)) == told(account(job))
 
 
-@settings(max_examples=200, deadline=None)
 @given(jobs)
 def test_a_rolled_up_process_gives_the_same_ledger_as_its_records(job: Job) -> None:
     accounts = JobAccounts()
@@ -270,7 +265,6 @@ def test_a_rolled_up_process_gives_the_same_ledger_as_its_records(job: Job) -> N
         check(ledger)
 
 
-@settings(max_examples=60, deadline=None)
 @given(records(), st.data())
 def test_truncation_at_any_byte_still_gives_a_valid_ledger(records: list[Record], data: st.DataObject) -> None:
     image = HEADER.pack(MAGIC, FORMAT).ljust(HEADER_BYTES, b"\0") + b"".join(frame(encode(r)) for r in records)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.accounting import rollup
@@ -197,7 +197,6 @@ def scheduled(draw: st.DrawFn) -> list[Startup]:
     return [startup(*stages, begin=begin) for stages, begin in zip(told, begins, strict=True)]
 
 
-@settings(max_examples=300, deadline=None)
 @given(scheduled())
 def test_of_any_graph_the_path_is_the_wall_time_and_no_gain_is_made_up(ranks: list[Startup]) -> None:
     found = waterfall(*ranks)

@@ -5,7 +5,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.recover import CATEGORIES, Classifier, Evidence, classify
@@ -25,7 +25,6 @@ TEXTS = st.lists(st.one_of(FRAGMENTS, st.text(max_size=20)), max_size=30).map(""
 
 
 @given(TEXTS)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_text_has_a_verdict(text: str) -> None:
     verdict = explain(text)
     assert verdict.category in CATEGORIES or (verdict.category, verdict.line) == ("unknown", "")
@@ -33,7 +32,6 @@ def test_any_text_has_a_verdict(text: str) -> None:
 
 
 @given(TEXTS, TEXTS, st.integers(-64, 255))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_evidence_has_a_verdict(exception: str, kernel: str, exit_code: int) -> None:
     evidence = Evidence(rank=0, exception=exception, kernel=kernel, error_file=kernel, exit_code=exit_code)
     verdict = classify(evidence)
@@ -47,9 +45,14 @@ def test_bytes_that_are_no_text_do_not_matter() -> None:
 
 
 def seconds_for(text: str) -> float:
-    begin = time.perf_counter()
-    explain(text)
-    return time.perf_counter() - begin
+    """CPU seconds, which other work on the machine hardly changes."""
+
+    def once() -> float:
+        begin = time.thread_time()
+        explain(text)
+        return time.thread_time() - begin
+
+    return min(once() for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,6 @@ def seconds_for(text: str) -> float:
 )
 def test_a_line_of_a_megabyte_takes_no_longer_than_one_that_is_cut(unit: str) -> None:
     short, long = unit * (8_000 // len(unit)), unit * (1_000_000 // len(unit))
-    explain(short)
     assert seconds_for(long) < 50 * seconds_for(short) + 0.5  # quadratic would be 15,000
 
 
@@ -67,7 +69,6 @@ def test_twice_the_log_takes_about_twice_the_time() -> None:
         f"[rank{n % 8}]: item{n} of shard {n * 7919} failed its check, error kept in bucket-{n}\n" for n in range(8_000)
     ]
     half, whole = "".join(lines[:4_000]), "".join(lines)
-    seconds_for(half)
     assert seconds_for(whole) < 6 * seconds_for(half)
 
 
