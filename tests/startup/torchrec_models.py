@@ -1,13 +1,9 @@
-"""Small TorchRec models, and real ranks to shard them on.
-
-The ranks are forked from one process that has imported TorchRec, which takes longer than all the rest of a test.
-"""
+"""Small TorchRec models, and real ranks to shard them on."""
 
 import importlib
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ranks as warm_ranks
+import warm
+
 PATIENCE_S = 240.0
 META = torch.device("meta")
 
 
 def on_ranks(ranks: int, work: str, folder: Path, *args: Any) -> list[Any]:
-    """What `module:function(*args)` returns on each of so many gloo ranks."""
+    """Return the results of `module:function(*args)` on this many gloo ranks. They are forked from a warm process."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, __file__, work, str(ranks), str(folder), json.dumps(args)]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HEADWAY_HOME": str(folder / "home"), "HEADWAY_JOB": "j"}
-    environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    environ |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.path.dirname(warm.__file__)}
+    done = warm.run(words, imports=warm_ranks.IMPORTS, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-5000:]
     (folder / "said").write_text(done.stderr)
     return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(ranks)]
@@ -53,9 +52,15 @@ def main() -> None:
     started = [fork.Process(target=_rank, args=(work, rank, ranks, folder, args)) for rank in range(ranks)]
     for process in started:
         process.start()
-    for process in started:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in started))
+    left = {process.sentinel: process for process in started}
+    while left:
+        for ended in multiprocessing.connection.wait(list(left)):
+            process = left.pop(ended)  # type: ignore[index]
+            process.join()
+            if process.exitcode:
+                for other in left.values():  # it may wait for the failed one
+                    other.kill()
+                sys.exit(abs(process.exitcode))
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
