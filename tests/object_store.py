@@ -1,10 +1,11 @@
 """A real S3 server on loopback, one per test run, and a line to it that can be broken.
 
-A conftest.py or a test file that imports these fixtures has them.
+A conftest.py or a test file has the fixtures that it imports from here.
 """
 
 import contextlib
 import http.client
+import json
 import re
 import secrets
 import subprocess
@@ -65,6 +66,17 @@ def s3_root(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     }.items():
         monkeypatch.setenv(name, value)
     return f"s3://{bucket}/job"
+
+
+@pytest.fixture
+def fails_fast(s3_root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The S3 clients of this process report an error after one try, those of child processes after a few quick ones."""
+    import fsspec.config
+
+    once = {"config_kwargs": {"retries": {"mode": "standard", "max_attempts": 1}}}
+    monkeypatch.setenv("FSSPEC_S3", json.dumps(once))
+    monkeypatch.setitem(fsspec.config.conf, "s3", once)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from headway.cli.source import open_job
 from headway.observe.summary import summary
 
@@ -26,9 +27,8 @@ print("done", run.job)
 def script(home: Path, text: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
     path = home / "train.py"
     path.write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, env=os.environ | environ, timeout=120
-    )
+    run = warm.run if "torch" in text else subprocess.run
+    done = run([sys.executable, str(path)], capture_output=True, text=True, env=os.environ | environ, timeout=120)
     assert done.returncode == code, done.stderr
     return done
 
@@ -63,7 +63,7 @@ def test_the_same_script_again_under_the_same_name_is_a_second_attempt(home: Pat
     assert report["attempts"][0]["error"] == "ValueError: no"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.thorough)])
 def test_data_workers_write_no_journal_and_do_not_spoil_their_parents(home: Path, method: str) -> None:
     script(
         home,
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     assert told()["steps"]["new"] == 20
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_trainers_started_by_multiprocessing_are_ranks(home: Path, method: str) -> None:
     script(
         home,

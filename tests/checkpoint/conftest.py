@@ -9,7 +9,7 @@ from file_systems import bound, mounted, read_only, small_disk  # noqa: F401
 from keeping import end_keepers
 
 from headway.storage import Storage, open_storage
-from object_store import line, s3_root, s3_server, unfinished_uploads  # noqa: F401
+from object_store import fails_fast, line, s3_root, s3_server, unfinished_uploads  # noqa: F401
 
 # --- file systems ----------------------------------------------------------------------------------------------------
 

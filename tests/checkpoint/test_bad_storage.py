@@ -161,9 +161,9 @@ def a_place(kind: str, tmp_path: Path) -> Iterator[tuple[Path, Fault]]:
 FAULTS = [
     ("full", "No space left on device"),
     ("read-only", "Read-only file system"),
-    ("locked", "Operation not permitted"),
-    ("replaced", "Not a directory|File exists"),
-    pytest.param("quota", "Disk quota exceeded", marks=pytest.mark.needs("mkfs.btrfs")),
+    pytest.param("locked", "Operation not permitted", marks=pytest.mark.thorough),
+    pytest.param("replaced", "Not a directory|File exists", marks=pytest.mark.thorough),
+    pytest.param("quota", "Disk quota exceeded", marks=[pytest.mark.needs("mkfs.btrfs"), pytest.mark.thorough]),
 ]
 
 
@@ -310,7 +310,9 @@ def test_whatever_is_wrong_with_a_file_it_is_named_and_the_checkpoint_before_is_
         assert is_equal(trained.model.state_dict(), state_at(2, **SIZE))
 
 
-@pytest.mark.parametrize("name", [METADATA, "*.json", "*.distcp"])
+@pytest.mark.parametrize(
+    "name", [METADATA, *(pytest.param(name, marks=pytest.mark.thorough) for name in ("*.json", "*.distcp"))]
+)
 def test_if_no_checkpoint_is_right_nothing_is_trained_over_them(two_checkpoints: Path, run: Run, name: str) -> None:
     for path in two_checkpoints.glob(f"step-*/{name}"):
         flip(path, 1000)
@@ -318,7 +320,7 @@ def test_if_no_checkpoint_is_right_nothing_is_trained_over_them(two_checkpoints:
         trained.checkpointer.restore()
 
 
-@pytest.mark.parametrize("name", [LATEST, OWNER, ".headway/history.json"])
+@pytest.mark.parametrize("name", [LATEST, OWNER, pytest.param(".headway/history.json", marks=pytest.mark.thorough)])
 def test_a_flipped_bit_in_what_lies_beside_the_checkpoints_does_no_harm(
     two_checkpoints: Path, run: Run, name: str
 ) -> None:
@@ -343,10 +345,8 @@ def test_a_flipped_bit_in_what_lies_beside_the_checkpoints_does_no_harm(
 
 
 @pytest.fixture
-def store(s3_root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A root in S3, whose clients are not patient."""
-    impatient = {"read_timeout": 1, "connect_timeout": 5, "retries": {"mode": "standard", "max_attempts": 1}}
-    monkeypatch.setenv("FSSPEC_S3", json.dumps({"config_kwargs": impatient}))
+def store(s3_root: str, fails_fast: None) -> Iterator[str]:
+    """A root in S3."""
     yield s3_root
     end_keepers(s3_root)
 
@@ -389,11 +389,13 @@ def test_a_store_that_fails_is_reported_and_nothing_is_half_committed(
         assert names(store) == ["step-00000001", "step-00000005"]
 
 
-@pytest.mark.parametrize("how", ["silence", "slow"])
+@pytest.mark.parametrize("how", ["silence", pytest.param("slow", marks=pytest.mark.thorough)])
 def test_training_does_not_wait_for_a_store_that_does_not_answer(
-    store: str, line: Line, home: Path, run: Run, how: str
+    store: str, line: Line, home: Path, run: Run, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saves that fall due meanwhile are skipped."""
+    impatient = {"read_timeout": 1, "retries": {"mode": "standard", "max_attempts": 1}}  # the uploader's client
+    monkeypatch.setenv("FSSPEC_S3", json.dumps({"config_kwargs": impatient}))
     hung: list[str] = []
 
     def fault(method: str, path: str) -> str | None:

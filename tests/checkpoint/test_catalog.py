@@ -116,7 +116,7 @@ def test_a_thousand_checkpoints_are_listed_without_reading_a_shard(storage: Stor
     assert [each.state for each in found if each.step == 0] == ["committed"]
 
 
-def test_a_store_that_fails_is_an_error_and_no_empty_root(line: Line, s3_root: str) -> None:
+def test_a_store_that_fails_is_an_error_and_no_empty_root(line: Line, s3_root: str, fails_fast: None) -> None:
     storage = open_storage(s3_root)
     save(storage, 100, 1)
     line.fault = lambda method, path: "500" if path.endswith(METADATA) else None

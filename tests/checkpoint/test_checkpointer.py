@@ -22,12 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainers import fork, warm_up
 
 import headway
-from headway.checkpoint import BadCheckpoint, Retention, SaveFailed, catalog
+import warm
+from headway.checkpoint import BadCheckpoint, Retention, SaveFailed, catalog, interval
 from headway.checkpoint.layout import step_folder
 from headway.cli.source import open_job
 from headway.errors import InputError
 from headway.events.journal import Follower
 from headway.events.vocabulary import Mark, Restored, Saved
+from headway.observe.summary import summary
 from headway.storage import open_storage
 
 KILLED = -signal.SIGKILL
@@ -139,10 +141,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], 
     ("memory", "tier"),
     [
         ("two-slot", "memory"),
-        ("one-slot", "memory"),
-        ("two-slot", "disk"),
+        pytest.param("one-slot", "memory", marks=pytest.mark.thorough),
+        pytest.param("two-slot", "disk", marks=pytest.mark.thorough),
         ("streaming", "disk"),
-        ("two-slot", "local"),
+        pytest.param("two-slot", "local", marks=pytest.mark.thorough),
     ],
 )
 def test_a_run_that_is_interrupted_equals_one_that_is_not_bit_by_bit(
@@ -473,7 +475,8 @@ def script(home: Path) -> Path:
 
 
 def runs(command: list[str], code: int = 0) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"HEADWAY_JOB": "j"})
+    run = subprocess.run if "headway" in command else warm.run
+    done = run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"HEADWAY_JOB": "j"})
     assert done.returncode == code, done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -491,7 +494,7 @@ def check_story(home: Path, root: Path) -> dict[str, Any]:
     assert (told["step"], told["tier"], told["steps_lost"]) == (20, "memory", 5)
     assert told["bytes"] > 3 * 50 * 50 * 4, "the weights, and two moments for each"
     assert told["seconds"] > 0
-    report = supervising.report("j")
+    report = summary(open_job("j").ledger())
     assert (report["steps"]["new"], report["steps"]["repeated"], report["steps"]["unsaved"]) == (40, 5, 0)
     ledger = report["ledger"]
     assert ledger["waste.checkpoint_blocking"] > 0
@@ -513,7 +516,13 @@ MEASURED = "for step, _ in run.steps(range(checkpointer.step, steps), start=chec
 OWN_LOOP = "for step in range(checkpointer.step, steps):"
 
 
-@pytest.mark.parametrize("loop", [MEASURED, OWN_LOOP], ids=["measured", "a loop of its own"])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(MEASURED, id="measured"),
+        pytest.param(OWN_LOOP, id="a loop of its own", marks=pytest.mark.thorough),
+    ],
+)
 def test_hooks_into_torch_do_not_count_again_what_it_tells_itself(
     root: Path, home: Path, script: Path, loop: str
 ) -> None:
@@ -537,11 +546,11 @@ def test_under_a_supervisor_a_killed_trainer_restores_once(root: Path, home: Pat
 
 def test_a_notice_saves_at_the_step_where_training_goes_on(root: Path, home: Path, script: Path) -> None:
     words = [sys.executable, str(script), str(root), "100000", "-1", "None"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "from 0\n"
-            time.sleep(0.3)
+            time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=120)
         finally:
@@ -554,9 +563,8 @@ def test_a_notice_saves_at_the_step_where_training_goes_on(root: Path, home: Pat
 
 
 def test_the_interval_that_was_chosen_is_told(root: Path, tmp_path: Path) -> None:
-    in_a_process(train_at_interval, tmp_path, str(root), "auto", 0.4)  # until it knows what saves take
+    in_a_process(train_until_an_interval_is_chosen, tmp_path, str(root), str(tmp_path))
     told = marks(tmp_path, "checkpoint_interval")
-    assert told
     assert set(told[0]) == {"memory_s", "durable_s", "steps", "every", "wasted_percent", "why"}
     assert all(mark["steps"] >= 1 for mark in told)
 
@@ -568,11 +576,21 @@ def test_how_memory_is_used_is_said_once(root: Path, tmp_path: Path) -> None:
     assert said.count(f"headway: {text}") == 1
 
 
-def train_at_interval(root: str, interval: str | int, step_s: float = 0.0) -> None:
+def train_at_interval(root: str, interval: int) -> None:
     with headway.Checkpointer(root, model=nn.Linear(3, 3), interval=interval) as checkpointer:
         for step in range(30):
-            time.sleep(step_s)
             checkpointer.after(step)
+
+
+def train_until_an_interval_is_chosen(root: str, home: str) -> None:
+    """Trains until it is known how long saves take, which is found out sooner than usual."""
+    interval.FIRST_S = 0.05
+    with headway.Checkpointer(root, model=nn.Linear(3, 3), interval="auto") as checkpointer:
+        for step in range(10_000):
+            time.sleep(0.02)
+            checkpointer.after(step)
+            if marks(Path(home), "checkpoint_interval"):
+                break
 
 
 def test_a_script_that_forgets_to_close_has_all_its_saves_committed_and_leaves_no_keeper(

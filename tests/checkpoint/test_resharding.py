@@ -32,7 +32,7 @@ TRAINED = 2
 """Steps between two saves."""
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
     trainers.warm_up()
 
@@ -121,8 +121,15 @@ def train_on(root: str, kind: str, saved: Path, notes: Path, leaves: bool) -> No
         checkpointer.close()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("tier", "kind"),
+    [
+        ("memory", "fsdp"),
+        ("disk", "ddp"),
+        pytest.param("memory", "ddp", marks=pytest.mark.thorough),
+        pytest.param("disk", "fsdp", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_whole_state_survives_every_change_of_the_number_of_ranks(
     kind: str, tier: str, root: Path, home: Path
 ) -> None:

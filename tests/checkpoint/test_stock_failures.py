@@ -30,11 +30,12 @@ from headway.checkpoint import Writer, catalog
 from headway.cli import main
 from headway.storage import open_storage
 
-LARGE = {"length": 1 << 20, "tensors": 12}
-"""A state of fifty megabytes: copying it takes a while."""
+LARGE = {"length": 1 << 20, "tensors": 6}
+"""A state of 25 megabytes: copying it takes a while."""
+SEED = int(os.environ.get("SEED", "0"))
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
     trainers.warm_up()
 
@@ -253,11 +254,10 @@ def two(root: Path, home: Path) -> Path:
 
 
 def places(folder: Path) -> Iterator[tuple[Path, int]]:
-    """In every file of a checkpoint: its first byte, its last, and some between."""
-    chance = random.Random(4)
+    """One byte in every file of a checkpoint."""
+    chance = random.Random(SEED)
     for path in sorted(folder.iterdir()):
-        size = path.stat().st_size
-        yield from ((path, at) for at in {0, size - 1, *(chance.randrange(size) for _ in range(3))})
+        yield path, chance.randrange(path.stat().st_size)
 
 
 def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_it_is_taken(two: Path, home: Path) -> None:
@@ -394,7 +394,9 @@ def test_a_save_whose_uploader_is_killed_is_committed_all_the_same_and_so_are_la
 # --- 7: the trainer is killed once it has saved ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("earlier", [0, 1, 5])
+@pytest.mark.parametrize(
+    "earlier", [0, pytest.param(1, marks=pytest.mark.thorough), pytest.param(5, marks=pytest.mark.thorough)]
+)
 def test_what_a_trainer_saved_before_it_was_killed_is_committed(root: Path, home: Path, earlier: int) -> None:
     with Obedient(root, home) as trainer:
         for step in range(1, earlier + 1):
@@ -452,8 +454,9 @@ def test_torch_commits_nothing_of_a_trainer_that_is_killed_after_the_call(tmp_pa
 
 
 def test_a_trainer_killed_in_the_middle_of_a_copy_finds_the_copy_before_it_in_memory(root: Path, home: Path) -> None:
-    chance, staged, in_the_middle = random.Random(8), 0, 0
-    for number in range(10):
+    chance, staged, number, in_the_middle = random.Random(SEED), 0, 0, 0
+    while not in_the_middle or number < 4:
+        assert number < 40, "no kill came in the middle of a copy"
         with Obedient(root, home, **LARGE) as trainer:
             if number:
                 step, tier = trainer.restore()
@@ -469,4 +472,4 @@ def test_a_trainer_killed_in_the_middle_of_a_copy_finds_the_copy_before_it_in_me
             trainer.tell("save", staged + 1)
             time.sleep(chance.uniform(0, took_s))
             trainer.die()
-    assert in_the_middle, "no kill came in the middle of a copy"
+        number += 1

@@ -29,7 +29,7 @@ S = 10**9
 SMALL: dict[str, Any] = {"length": 100, "tensors": 2}
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
     trainers.warm_up()
 

@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from trainers import fork, warm_up
 
+import warm
 from headway.checkpoint import SaveFailed, Writer, catalog
 from headway.errors import HeadwayError, InputError
 from headway.storage import open_storage
@@ -119,7 +119,7 @@ def test_a_stager_that_was_told_where_to_has_the_save_in_safe_hands_when_it_retu
         "writer.stage({'model': {'w': torch.full((1000,), 4.0), 'b': torch.full((3,), 4.0)}, 'step': 4.0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, script, root]).returncode == -signal.SIGKILL
+    assert warm.run([sys.executable, script, root]).returncode == -signal.SIGKILL
     wait_for(lambda: (root / "step-4/.metadata").exists())
     assert value_in(root / "step-4") == 4
 
