@@ -56,7 +56,8 @@ def main(folder: str, how: str) -> None:
         ckpt.close()
     if how == "never saved":
         ckpt.close()
-    what = headway.Publish("safetensors", to=f"{folder}/../published")
+    runner = os.environ.get("RUNNER", "local")
+    what = headway.Publish("safetensors", to=f"{folder}/../published", runner=runner)
     if how == "export":
         what = headway.Publish("export", model=f"{__file__}:served", to=f"{folder}/../published")
     if how == "no such recipe":

@@ -1,5 +1,6 @@
 """A small place to publish in: a checkpoint that needs no torch, recipes in files, and the command line."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forking
+from click.testing import CliRunner
 from saving import save
 
+import warm
+from headway.cli import main
 from headway.publish.versions import Version, Versions
 from headway.storage import open_storage
 
 NAME = "step-00000100"
+LIMIT_S = 200.0
+"""How long a command may take on a busy machine."""
 
 RECIPE = """
 import os, pathlib, time
@@ -56,14 +63,37 @@ class Place:
         return kept | {"HEADWAY_HOME": str(self.home), "MADE": str(self.made), "COLUMNS": "200"}
 
     def command(self, *words: str, **environ: str) -> dict[str, Any]:
+        """The arguments that start `headway publish …` in a new interpreter."""
         return {
             "args": [sys.executable, "-m", "headway", "publish", *words], "cwd": self.folder,
             "env": self.environ | environ,
         }  # fmt: skip
 
+    def start(self, *words: str, **settings: Any) -> "warm.Popen":
+        """Start `headway publish …` in a process that has imported torch already, as its publisher then has."""
+        environ = self.environ | settings.pop("environ", {})
+        command = [*forking.PROGRAM, "publish", *words]
+        return warm.Popen(command, imports=forking.IMPORTS, cwd=self.folder, env=environ, **settings)
+
     def run(self, *words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
-        """`headway publish …`, to its end."""
-        return subprocess.run(**self.command(*words, **environ), capture_output=True, text=True, timeout=120)
+        """Run `headway publish …` to its end: what publishes in processes of its own, everything else in this one."""
+        if words[0] not in ("run", "submit"):
+            return self._run_here(*words, **environ)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with self.start(*words, environ=environ, text=True, **pipes) as process:
+            try:
+                out, err = process.communicate(timeout=LIMIT_S)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def _run_here(self, *words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+        outside = dict.fromkeys(os.environ.keys() - self.environ.keys())
+        with contextlib.chdir(self.folder):
+            done = CliRunner().invoke(main, ["publish", *words], env=outside | self.environ | environ)
+        if done.exception and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
 
     def publish(self, *more: str, recipe: str = "a_recipe.py:publish") -> "subprocess.CompletedProcess[str]":
         return self.run("run", str(self.root), "--recipe", recipe, "--to", str(self.to), *more)

@@ -1,10 +1,8 @@
 """Checkpoints to publish from, as real jobs save them. Run by torchrun, it is such a job, of two ranks."""
 
 import os
-import subprocess
 import sys
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,29 +102,29 @@ def network() -> nn.Sequential:
     return model
 
 
-@cache
-def saved_on_two_ranks(base: Path) -> Path:
+def saved_on_two_ranks() -> Path:
     """Where two ranks saved `plain`, the divided tensors, by `dcp.save`, and `headway/step-...`, a network, by headway.
 
-    That takes a while, and is done once.
+    That is done once per test run: nothing in it may be changed.
     """
-    from keeping import end_keepers  # which a script that imports this module does not find
+    import shared
 
-    root = base / "two_ranks"
+    return Path(shared.once("publish-two-ranks", _save_on_two_ranks))
+
+
+def _save_on_two_ranks() -> str:
+    from keeping import end_keepers  # a script that imports this module does not find these
+
+    import ranks
+    import shared
+
+    root = shared.folder() / "two_ranks"
     root.mkdir()
-    command = [
-        str(Path(sys.executable).with_name("torchrun")),
-        "--standalone",
-        "--nproc-per-node=2",
-        __file__,
-        str(root),
-    ]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HEADWAY_JOB": "anchors"}
-    environment["HEADWAY_HOME"] = str(root / "home")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    environment = os.environ | {"HEADWAY_JOB": "anchors", "HEADWAY_HOME": str(root / "home")}
+    done = ranks.run(2, [__file__, str(root)], env=environment)
     end_keepers(root)
     assert done.returncode == 0, done.stderr
-    return root
+    return str(root)
 
 
 def _train(root: Path) -> None:

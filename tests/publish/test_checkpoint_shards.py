@@ -39,10 +39,10 @@ def plain(folder: Path) -> Shards:
     return Shards(open_storage(folder.parent), folder.name, {}, None)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def two_ranks() -> Path:
     """Where two real ranks have saved."""
-    return saving_anchors.saved_on_two_ranks(tmp_path_factory.getbasetemp())
+    return saving_anchors.saved_on_two_ranks()
 
 
 @pytest.fixture

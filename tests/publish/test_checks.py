@@ -1,6 +1,7 @@
 """Checks find what differs, and say what."""
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from small_models import Clicks, Line, Point, PointLine, anchored, clicks, clicks_batch
 
+import warm
 from headway.publish import checks
 from headway.publish.checks import finite, nonfinite, parity, same_signature, similar_latency, similar_size, user_check
 from headway.publish.out import Check, Out
@@ -178,6 +180,19 @@ def test_sizes_are_told() -> None:
 # --- latency ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def warm_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions are timed in a process that has imported torch already, and less often."""
+    with_warm = SimpleNamespace(run=timed_in_warm_process, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(checks, "subprocess", with_warm)
+
+
+def timed_in_warm_process(command: list[str], **settings: Any) -> Any:
+    """Run `python -c …` as `checks` does, with fewer rounds."""
+    fewer = f"import {checks.__name__} as checks; checks._ROUNDS_S, checks._TRIES = 0.2, 2"
+    return warm.run([*command[:2], f"{fewer}; {command[2]}", *command[3:]], imports=["torch.export"], **settings)
+
+
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Out]:
     """Versions with a program each: one works once, the other 200 times. Their batches are of the user's type."""
@@ -190,6 +205,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Out]:
     return outs
 
 
+@pytest.mark.usefixtures("warm_timing")
 def test_a_version_that_has_become_slower_fails(lines: dict[str, Out]) -> None:
     found = similar_latency(lines["slow"], lines["fast"].folder)
     assert not found.passed
@@ -198,12 +214,15 @@ def test_a_version_that_has_become_slower_fails(lines: dict[str, Out]) -> None:
     assert found.figures["seconds"] > 2 * found.figures["before"]
 
 
+@pytest.mark.usefixtures("warm_timing")
 def test_a_version_that_has_become_faster_passes(lines: dict[str, Out]) -> None:
     found = similar_latency(lines["fast"], lines["slow"].folder)
     assert found.passed
     assert found.figures["seconds"] < found.figures["before"]
 
 
+@pytest.mark.usefixtures("warm_timing")
+@pytest.mark.thorough
 def test_a_slower_version_may_be_allowed(lines: dict[str, Out]) -> None:
     before: Any = SimpleNamespace(signature=lines["fast"].signature, size=0, facts={})
     found = list(checks.compare_with_previous(lines["slow"], before, lines["fast"].folder, ["latency"]))
@@ -211,6 +230,7 @@ def test_a_slower_version_may_be_allowed(lines: dict[str, Out]) -> None:
     assert found[-1].told.endswith("times as long (allowed)")
 
 
+@pytest.mark.usefixtures("warm_timing")
 @pytest.mark.parametrize(
     ("content", "told"),
     [(None, "the version before has no program/model.pt2"), (b"not a program", "the version before does not run here")],
@@ -226,6 +246,8 @@ def test_a_version_before_that_does_not_run_is_no_failure(
     assert found.told.startswith(f"not compared: {told}")
 
 
+@pytest.mark.usefixtures("warm_timing")
+@pytest.mark.thorough
 def test_a_version_before_with_other_inputs_is_no_failure(lines: dict[str, Out], tmp_path: Path) -> None:
     before = Out(tmp_path / "before")
     export(anchored(tmp_path, clicks()), before, Served(Clicks(), [clicks_batch(4)]))
@@ -260,6 +282,7 @@ class Deadly:
         return signal.raise_signal, (signal.SIGKILL,)
 
 
+@pytest.mark.usefixtures("warm_timing")
 def test_a_version_that_dies_in_a_fresh_process_fails(lines: dict[str, Out], tmp_path: Path) -> None:
     now = Out(tmp_path)
     (now / "program").mkdir()

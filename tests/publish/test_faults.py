@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from publishing import Place
+from publishing import LIMIT_S, Place
 from saving_anchors import save_plainly
 from torch import nn
 from version_stores import s3_root, s3_server  # noqa: F401
@@ -227,8 +227,8 @@ def shortened(path: Path) -> None:
     ("damage", "problem"),
     [
         (flipped, " is not what was saved: its hash differs"),
-        (shortened, " bytes instead of "),
-        (Path.unlink, " is missing"),
+        pytest.param(shortened, " bytes instead of ", marks=pytest.mark.thorough),
+        pytest.param(Path.unlink, " is missing", marks=pytest.mark.thorough),
     ],
 )
 def test_an_anchor_with_a_damaged_shard_is_not_published_nor_tried_again(
@@ -253,6 +253,7 @@ def test_an_anchor_with_damaged_metadata_is_not_asked_for(weights: Publishing, d
     assert weights.latest == before
 
 
+@pytest.mark.thorough
 def test_a_plain_checkpoint_that_changes_once_it_is_asked_for_is_not_published(weights: Publishing) -> None:
     anchor = weights.snapshot()
     request = weights.interrupted("reads", anchor)
@@ -273,13 +274,14 @@ def test_an_anchor_that_is_still_being_uploaded_is_waited_for(files: Publishing)
     anchor, held = files.snapshot(), files.folder / "held"
     (anchor / ".metadata").rename(held)
     words = (str(anchor), "--to", str(files.to), *files.own("late", "def publish(anchor, out): out.step('data', data)"))
-    process = subprocess.Popen(**files.command("run", *words), stderr=subprocess.PIPE, text=True)
+    process = files.start("run", *words, stderr=subprocess.PIPE, text=True)
     try:
-        until = time.monotonic() + 20
+        until = time.monotonic() + LIMIT_S
         while "waiting for the anchor" not in files.run("status").stdout and process.poll() is None:
             assert time.monotonic() < until
+            time.sleep(0.02)
         held.rename(anchor / ".metadata")
-        assert process.wait(60) == 0, process.communicate()[1]
+        assert process.wait(LIMIT_S) == 0, process.communicate()[1]
     finally:
         process.kill()
     assert files.versions.latest().step == files.steps  # type: ignore[union-attr]
@@ -311,13 +313,10 @@ def test_an_anchor_that_is_never_committed_is_given_up(files: Publishing, monkey
         ("leaves", "os._exit(0)", 1, "has published nothing: does the recipe call exit?"),
         ("talks", "sys.stderr.write('x' * 10_000_000); raise ValueError('after it')", 1, "ValueError: after it"),
         ("links", "out.step('data', data); os.symlink('/etc/hostname', out / 'host')", 2, "host is a link"),
-        ("leads", "out.step('data', data); os.symlink('/etc', out / 'etc')", 2, "etc is a link"),
-        ("dangles", "out.step('data', data); os.symlink('nowhere', out / 'name')", 2, "name is a link"),
-        ("steps", "out.step('data', lambda folder: os.symlink('/etc', folder / 'etc'))", 2, "etc is a link"),
         ("declares", "out.step('data', data); (out / 'version.json').write_text('{}')", 2, "has made a version.json"),
         ("rests", "(out / 'a' / 'b').mkdir(parents=True)", 2, "has made nothing"),
     ],
-    ids=["exits", "leaves", "talks", "links", "leads", "dangles", "steps", "declares", "rests"],
+    ids=["exits", "leaves", "talks", "links", "declares", "rests"],
 )
 def test_a_recipe_whose_result_cannot_be_published_is_told_and_not_tried_again(
     files: Publishing, name: str, text: str, code: int, problem: str
@@ -332,6 +331,7 @@ def test_a_card_of_the_recipes_own_is_kept(files: Publishing) -> None:
     assert (files.to / told["version"] / "README.md").read_text() == "mine"
 
 
+@pytest.mark.thorough
 def test_a_recipe_that_crashes_is_tried_once_more(files: Publishing) -> None:
     recipe = files.own("crashes", "def publish(anchor, out): ctypes.string_at(0)")
     told = files.refuses(1, "failed", "it was ended by SIGSEGV", files.anchor, *recipe)
@@ -350,7 +350,7 @@ def test_a_recipe_that_hangs_is_ended_and_the_log_tells_where_it_was(files: Publ
         decision = decider()(end)
         return decision if len(ends) < 2 else Stop(why="that was enough", category=decision.category)
 
-    assert supervise(desk, worker, decide, stall_s=1.5, say=lambda text: None) == 1
+    assert supervise(desk, worker, decide, stall_s=3.0, say=lambda text: None) == 1
     assert [end.stalled_s is not None for end in ends] == [True, True]
     state, log = desk.state(), desk.log.read_text()
     assert (state.phase, state.steps) == ("failed", ())
@@ -377,7 +377,7 @@ def publish(anchor, out):
 """
 
 
-@pytest.mark.parametrize("store", ["folder", "s3"])
+@pytest.mark.parametrize("store", ["folder", pytest.param("s3", marks=pytest.mark.thorough)])
 def test_whatever_a_recipe_does_meanwhile_all_its_files_are_published(
     store: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

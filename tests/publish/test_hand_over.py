@@ -1,7 +1,6 @@
 """A trainer saves, hands over, and leaves; somebody else publishes what it has trained."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from handing_over import SIZE, Model
-from publishing import NAME, Place
+from publishing import LIMIT_S, NAME, Place
 from safetensors.torch import load_file
 
+import ranks
 from headway.checkpoint import catalog
+from headway.cli import main
 from headway.publish.hand_over import hand_over
 from headway.publish.request import Publish, all_desks
 from headway.storage import open_storage
@@ -28,27 +30,37 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path / "place")
 
 
-def trained(place: Place, how: str = "", ranks: int = 1, **environ: str) -> "subprocess.CompletedProcess[str]":
-    """The trainer's end."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if ranks == 1 else {}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, str(TRAINER), str(place.root), how], cwd=place.folder,
-        env=place.environ | {"HEADWAY_JOB": "ads"} | alone | environ, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+def trained(place: Place, how: str = "", count: int = 1, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """The end of a trainer that hands over to a process of its own."""
+    given = place.environ | {"HEADWAY_JOB": "ads"} | environ
+    return ranks.run(count, [TRAINER, str(place.root), how], cwd=place.folder, env=given)
+
+
+LATER = "def later(request, desk, command): return 'somebody, later'\n"
+
+
+def trained_and_published(place: Place, how: str = "", **environ: str) -> None:
+    """A trainer hands over, and the publisher is then run here, in processes that have imported torch already."""
+    (place.folder / "a_runner.py").write_text(LATER)
+    done = trained(place, how, RUNNER="a_runner:later", **environ)
+    assert done.returncode == 0, done.stderr
+    assert "not published yet" not in done.stderr
+    done = place.run("run", json.loads(place.run("status", "--json").stdout)[0]["id"])
+    assert done.returncode == 0, done.stderr
+    assert place.state()["phase"] == "published"
 
 
 def published(place: Place) -> dict[str, Any]:
     """The state of the request, when it has ended."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + LIMIT_S
     while (state := place.state())["phase"] not in ("published", "failed", "rejected"):
         assert time.monotonic() < until, state
-        time.sleep(0.2)
+        time.sleep(0.1)
     return state
 
 
 def test_what_two_ranks_trained_is_published_by_a_process_of_its_own(place: Place) -> None:
-    done = trained(place, ranks=2)
+    done = trained(place, count=2)
     assert done.returncode == 0, done.stderr
     state = published(place)
     assert state["phase"] == "published", state
@@ -65,7 +77,7 @@ def test_what_two_ranks_trained_is_published_by_a_process_of_its_own(place: Plac
     }
     assert not any(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert not catalog.find(open_storage(place.root), "step-00000010").pinned
-    report = json.loads(headway(place, "report", "ads", "--json"))
+    report = report_of(place)
     (told,) = report["publications"]
     assert (told["outcome"], told["version"]) == ("published", version.name)
     assert report["attempts"][-1]["world_size"] == 2
@@ -73,15 +85,15 @@ def test_what_two_ranks_trained_is_published_by_a_process_of_its_own(place: Plac
     assert "ads" in (place.to / version.name / "README.md").read_text()
 
 
-def headway(place: Place, *words: str) -> str:
-    command = [sys.executable, "-m", "headway", *words]
-    return subprocess.run(command, env=place.environ, check=True, capture_output=True, text=True).stdout
+def report_of(place: Place) -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["report", "ads", "--json"], env=place.environ)
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.stdout))
 
 
+@pytest.mark.thorough
 def test_a_closed_checkpointer_has_been_saved_already(place: Place) -> None:
-    done = trained(place, "closed")
-    assert done.returncode == 0, done.stderr
-    assert published(place)["phase"] == "published"
+    trained_and_published(place, "closed")
     assert [each.step for each in catalog.checkpoints(open_storage(place.root))] == [10]
 
 
@@ -93,11 +105,8 @@ def test_a_state_that_was_not_saved_is_an_error_of_the_trainers(place: Place) ->
 
 
 def test_what_an_earlier_run_left_as_the_same_step_is_not_published(place: Place) -> None:
-    assert trained(place, SEED="1").returncode == 0
-    assert published(place)["phase"] == "published"
-    done = trained(place, "anew", SEED="2")
-    assert done.returncode == 0, done.stderr
-    assert published(place)["phase"] == "published", "a small model is as large as the one before"
+    trained_and_published(place, SEED="1")
+    trained_and_published(place, "anew", SEED="2")
     first, second = weights_published(place)
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
@@ -106,29 +115,29 @@ def weights_published(place: Place) -> list[dict[str, torch.Tensor]]:
     return [load_file(place.to / each.name / "weights" / "model.safetensors") for each in place.complete()]
 
 
+@pytest.mark.thorough
 def test_who_only_saves_has_the_last_step_published(place: Place) -> None:
-    done = trained(place, "only saves")
-    assert done.returncode == 0, done.stderr
-    assert published(place)["phase"] == "published"
+    trained_and_published(place, "only saves")
     (version,) = place.complete()
     assert version.step == 10
     assert sorted(each.step for each in catalog.checkpoints(open_storage(place.root))) == [5, 10]
 
 
 def test_finishing_twice_is_finishing_once_and_a_job_that_is_not_measured_publishes_too(place: Place) -> None:
-    done = trained(place, "twice", HEADWAY_DISABLE="1")
-    assert done.returncode == 0, done.stderr
-    assert "not published yet" not in done.stderr
-    assert published(place)["phase"] == "published"
+    trained_and_published(place, "twice", HEADWAY_DISABLE="1")
     assert len(place.complete()) == 1
     assert not (place.home / "jobs").exists()
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("one fails", "'NoneType' object is not callable"), ("destroyed", "Finish first")]
+    ("how", "told"),
+    [
+        ("one fails", "'NoneType' object is not callable"),
+        pytest.param("destroyed", "Finish first", marks=pytest.mark.thorough),
+    ],
 )
 def test_what_cannot_be_saved_ends_all_ranks_with_the_reason(place: Place, how: str, told: str) -> None:
-    done = trained(place, how, ranks=2)
+    done = trained(place, how, count=2)
     assert done.returncode != 0
     assert told in done.stderr
     assert not (place.home / "publish").exists()
@@ -145,7 +154,7 @@ def test_without_a_checkpointer_it_says_what_to_do(place: Place) -> None:
     [
         ("no such recipe", {}, "there is no file"),
         ("", {"SLURM_JOB_ID": "77"}, "--runner slurm"),
-        ("", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes"),
+        pytest.param("", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes", marks=pytest.mark.thorough),
     ],
 )
 def test_a_refusal_is_no_failure_of_the_training_and_the_anchor_is_kept(
@@ -158,7 +167,7 @@ def test_a_refusal_is_no_failure_of_the_training_and_the_anchor_is_kept(
     assert catalog.find(open_storage(place.root), "step-00000010").pinned
     state = place.state()
     assert state["phase"] in ("waiting", "failed")
-    report = json.loads(headway(place, "report", "ads", "--json"))
+    report = report_of(place)
     assert report["publications"][0]["outcome"] == "waiting"
     if not how:
         assert place.run("run", state["id"]).returncode == 0
@@ -213,4 +222,4 @@ model = torch.export.load(f"{{folder}}/{{version}}/program/model.pt2").module()
 assert model(torch.ones(4, {SIZE})).shape == (4, 1)
 assert "headway" not in sys.modules and "handing_over" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program, str(place.to)], check=True, cwd="/", env=dict(os.environ))
+    subprocess.run([sys.executable, "-c", program, str(place.to)], check=True, cwd="/", timeout=LIMIT_S)

@@ -94,11 +94,12 @@ def test_a_step_has_the_name_of_a_folder(tmp_path: Path, name: str) -> None:
     assert sorted(os.listdir(tmp_path)) == ["out", "steps"]
 
 
-def test_links_are_no_part_of_a_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["/etc/hostname", "/etc", "nowhere"], ids=["file", "folder", "dangling"])
+def test_links_are_no_part_of_a_version(tmp_path: Path, target: str) -> None:
     out = Out(tmp_path)
     with pytest.raises(InputError, match="is a link"):
-        out.step("weights", lambda folder: (folder / "a").symlink_to("/etc/hostname"))
-    (out / "beside").symlink_to("/etc")
+        out.step("weights", lambda folder: (folder / "a").symlink_to(target))
+    (out / "beside").symlink_to(target)
     with pytest.raises(InputError, match="beside is a link"):
         out.files()
 

@@ -207,6 +207,7 @@ def test_a_second_model_in_one_version_is_refused(tmp_path: Path, recipe: Any) -
         recipe(anchor, out, Served(Line(), batches, name="item"))
 
 
+@pytest.mark.thorough  # the journey of a DLRM publishes one, too
 @pytest.mark.needs_package("torchrec")
 def test_a_model_of_keyed_jagged_tensors_is_exported_for_any_size(tmp_path: Path) -> None:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor

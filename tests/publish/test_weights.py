@@ -1,7 +1,6 @@
 """Safetensors that are written as they are read: what the format's own library finds in them is what was saved."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saving_anchors import NAME, counted, is_same, odd_tensors, save_plainly, sealed
 
+import warm
 from headway.checkpoint import BadCheckpoint
 from headway.errors import InputError
 from headway.publish import stream as streaming
@@ -59,7 +59,7 @@ def test_the_file_is_laid_out_as_the_library_would_have_done_it(tmp_path: Path) 
             assert its["data_offsets"][0] % model[name].dtype.itemsize == 0, f"{name} can be mapped"
 
 
-@pytest.mark.parametrize("chunk", [None, 100, 999])
+@pytest.mark.parametrize("chunk", [None, 100, pytest.param(999, marks=pytest.mark.thorough)])
 def test_what_two_ranks_share_is_whole(
     chunk: int | None, tmp_path: Path, two_ranks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,9 +69,9 @@ def test_what_two_ranks_share_is_whole(
     assert are_same(read(tmp_path), saving_anchors.divided())
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saving_anchors.saved_on_two_ranks(tmp_path_factory.getbasetemp())
+@pytest.fixture(scope="session")
+def two_ranks() -> Path:
+    return saving_anchors.saved_on_two_ranks()
 
 
 def test_more_than_a_file_may_hold_is_divided_and_has_an_index(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ except OSError as error:
 """
     save_plainly(tmp_path / NAME, {"model": {"a": counted(100_000)}})
     command = [sys.executable, "-c", script, str(tmp_path / NAME), str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=100, check=True)
+    done = warm.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     assert done.stdout == "27 []\n", "EFBIG, and not a byte"
 
 
@@ -166,5 +166,5 @@ print(peaks[1] - peaks[0])
     save_plainly(tmp_path / "small", {"model": {"a": torch.ones(12 << 20)}})
     save_plainly(tmp_path / "large", {"model": {name: torch.ones(12 << 20) for name in "abcdef"}})
     command = [sys.executable, "-c", script, str(tmp_path / "small"), str(tmp_path / "large")]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=200, check=True)
+    done = warm.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 30, "MB, for 240 MB more"
