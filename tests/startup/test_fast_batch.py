@@ -1,5 +1,4 @@
-"""Compiling on a made-up batch: the losses are those of a run without it, to the last bit, and nothing is compiled when
-the real batch comes."""
+"""Compiling on a made-up batch leaves the losses bit-identical, and nothing is compiled when the real batch comes."""
 
 import json
 import os
@@ -17,6 +16,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, DistributedSampler  # noqa: E402
 
+import inductor  # noqa: E402
+import ranks as warm_ranks  # noqa: E402
+import warm  # noqa: E402
 from headway.startup import unchanged  # noqa: E402
 from headway.startup.fast import FastBatches, competition, fast_batch  # noqa: E402
 
@@ -24,23 +26,23 @@ PROGRAM = Path(__file__).parent / "warming.py"
 ALONE = ["plain", "counting", "in_backward", "autocast", "accumulated"]
 
 
-def started(folder: Path, kinds: list[str], ranks: int = 1, **told: Any) -> subprocess.CompletedProcess[str]:
-    """Trains each kind of model, and waits for the end."""
-    told.setdefault("slow", 2.0 * (ranks > 1))  # a loader that waits: with a core a rank, others are not overlapped
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environ = {**os.environ, "HEADWAY_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+def started(folder: Path, kinds: list[str], ranks: int = 1, **told: Any) -> "subprocess.CompletedProcess[str]":
+    """Train each kind of model in processes of its own, and wait for the end."""
+    environ = {**os.environ, **inductor.environ(), "HEADWAY_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
     environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     (folder / "found").mkdir(parents=True)
     words = json.dumps({"kinds": kinds, "where": str(folder / "where"), "found": str(folder / "found"), **told})
-    return subprocess.run(
-        [*command, str(PROGRAM), words], env=environ, capture_output=True, text=True, timeout=280, check=False
+    command, settings = [str(PROGRAM), words], {"env": environ, "imports": warm_ranks.IMPORTS}
+    if ranks > 1:
+        return warm_ranks.run(ranks, command, **settings)
+    done: subprocess.CompletedProcess[str] = warm.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=280, **settings
     )
+    return done
 
 
 def trained(folder: Path, kinds: list[str], ranks: int = 1, **told: Any) -> dict[tuple[str, int], Any]:
-    """What each kind of model did on each rank."""
+    """Return what each kind of model did on each rank."""
     done = started(folder, kinds, ranks, **told)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(path.read_text()) for path in (folder / "found").iterdir()]

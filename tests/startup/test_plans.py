@@ -287,7 +287,7 @@ def outcomes(home: Path) -> list[tuple[str, str]]:
     return sorted(marks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_all_ranks_have_the_first_ones_plan_and_nothing_is_sent(ranks: int, tmp_path: Path) -> None:
     found = on_ranks(ranks, "test_plans:plan_together", tmp_path, str(tmp_path / "plans"))
     assert {plan for each in found for plan in each["plans"]} == {str(planner(ranks).plan(Model(), sharders()))}

@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -20,12 +18,14 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec, Enumerable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as On
-from torchrec_models import PATIENCE_S, Model, on_ranks, rows, sharded, train
+from torchrec_models import Model, on_ranks, rows, sharded, train
 
+import ranks as warm_ranks
 from headway.errors import InputError
 from headway.startup.shards import dtensor, local_shard_metadata, sharded_tensor
 
 pytestmark = pytest.mark.needs_package("torchrec")
+RANKS = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 
 
 def sent(work: Callable[[], Any]) -> tuple[Any, int]:
@@ -111,7 +111,7 @@ def gather_and_make() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@RANKS
 def test_metadata_is_what_torchrec_gathers(ranks: int, tmp_path: Path) -> None:
     for found in on_ranks(ranks, "test_shards:gather_and_make", tmp_path):
         assert len(found) == 10
@@ -153,7 +153,7 @@ def count_collectives() -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@RANKS
 def test_what_is_sent_does_not_grow_with_tables(ranks: int, tmp_path: Path) -> None:
     for counts in on_ranks(ranks, "test_shards:count_collectives", tmp_path):
         assert counts["made, 3 tables"] <= 3
@@ -186,7 +186,7 @@ def train_and_save(folder: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@RANKS
 def test_losses_and_checkpoints_are_the_same_to_the_last_bit(ranks: int, tmp_path: Path) -> None:
     for told in on_ranks(ranks, "test_shards:train_and_save", tmp_path, str(tmp_path / "saved")):
         assert told["made"] == told["gathered"]
@@ -265,7 +265,7 @@ def _part(offsets: list[int], sizes: list[int], rank: int) -> Any:
     return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@RANKS
 def test_sharded_tensors_are_what_torch_gathers(ranks: int, tmp_path: Path) -> None:
     for found in on_ranks(ranks, "test_shards:make_plain", tmp_path):
         for kind, each in found.items():
@@ -287,7 +287,7 @@ def distribute() -> list[tuple[str, bool, int]]:
     return told
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@RANKS
 def test_dtensors_are_what_torch_distributes(ranks: int, tmp_path: Path) -> None:
     for told in on_ranks(ranks, "test_shards:distribute", tmp_path):
         assert [(same, count) for _, same, count in told] == [(True, 0)] * 5, told
@@ -320,18 +320,17 @@ def test_a_part_that_is_not_this_ranks_is_refused(tmp_path: Path) -> None:
 # --- all of it together ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@RANKS
 def test_the_example_comes_to_the_same_losses_serially_and_overlapped(ranks: int, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "train_torchrec.py"
-    words = ["--standalone", "--nproc-per-node", str(ranks), str(example), "--cache", str(tmp_path / "plans")]
-    told = []
+    losses = []
     for serial in ("1", "0"):
-        environ = os.environ | {"HEADWAY_SERIAL": serial, "HEADWAY_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", *words]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+        environ = os.environ | {"HEADWAY_SERIAL": serial, "HEADWAY_HOME": str(tmp_path)}
+        words = [example, "--cache", str(tmp_path / "plans")]
+        done = warm_ranks.run(ranks, words, env=environ, imports=warm_ranks.IMPORTS)
         assert done.returncode == 0, done.stderr[-5000:]
-        told.append(done.stdout.splitlines())
-    serially, overlapped = told
+        losses.append(done.stdout.splitlines())
+    serially, overlapped = losses
     assert serially == overlapped
     assert len(set(serially)) == 10
     assert len(list((tmp_path / "plans").glob("*.json"))) == 1

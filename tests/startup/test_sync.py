@@ -19,7 +19,7 @@ from headway.errors import InputError
 from headway.startup import sync
 from headway.startup.sync import broadcast_parameters, data_parallel, difference, same_parameters, synchronised
 
-RANKS = pytest.mark.parametrize("ranks", [2, 4])
+RANKS = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 
 
 class Odd(nn.Module):
