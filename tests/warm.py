@@ -17,18 +17,23 @@ Typical use::
         job.send_signal(signal.SIGTERM)
 """
 
+import atexit
+import contextlib
+import gc
 import hashlib
 import json
 import os
 import random
 import runpy
 import selectors
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import shared
 
@@ -43,8 +48,12 @@ cpu_s = 0.0
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """A program forked from the server. Takes what `subprocess.Popen` takes, except shells and functions."""
 
-    def __init__(self, args: Sequence[str | os.PathLike[str]], *, imports: Sequence[str] = (), **settings: Any) -> None:
-        self._address = _server((*MODULES, *imports))
+    def __init__(
+        self, args: Sequence[str | os.PathLike[str]], *, first: Sequence[str] = (), imports: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        """`first` names modules that the server imports before torch, `imports` those that it imports after."""
+        self._address = _server((*first, *MODULES, *imports))
         super().__init__(args, **settings)
 
     def _execute_child(self, *given: Any) -> None:
@@ -61,9 +70,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self._line.sendall(body)
         self.pid = int.from_bytes(_receive(self._line, 4))
         self._child_created = True
-        for theirs in {p2cread, c2pwrite, errwrite} - {-1}:
-            if theirs > 2:
-                os.close(theirs)
+        self._close_pipe_fds(*given[10:16])  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         self._line.setblocking(not wait_flags & os.WNOHANG)
@@ -214,10 +221,35 @@ def execute(argv: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def run_and_exit(argv: list[str]) -> NoReturn:
+    """Run a program and exit as `python` would, except that torch's objects are not destroyed: that takes a second."""
+    code, interrupted = 0, False
+    try:
+        execute(argv)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
     import importlib
 
     for module in sys.argv[3:]:
         importlib.import_module(module)
     sys.path[:] = [path for path in sys.path if not path.startswith(os.path.dirname(__file__))]
-    execute(serve(sys.argv[1], int(sys.argv[2]))["argv"])
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page of torch's objects
+    run_and_exit(serve(sys.argv[1], int(sys.argv[2]))["argv"])

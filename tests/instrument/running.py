@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import warm
 from headway.events.journal import Follower, is_being_written
 from headway.events.vocabulary import Process, ProcessGone, Record
 
 HEADWAY = [sys.executable, "-P", "-m", "headway"]
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
+WARM_HEADWAY = Path(__file__).parents[1] / "launch" / "warm_headway.py"
 SITE = Path(sys.modules["headway"].__file__ or "").parent / "instrument" / "site"
 
 KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
@@ -23,8 +25,23 @@ TELLS_EXIT_CODES = KERNEL >= (6, 15)
 
 def run(*command: str, options: tuple[str, ...] = (), **settings: Any) -> "subprocess.CompletedProcess[str]":
     """A command under `headway exec`, to its end."""
-    settings = {"capture_output": True, "text": True, "timeout": 60} | settings
+    settings = {"capture_output": True, "text": True, "timeout": PATIENCE_S} | settings
     return subprocess.run([*HEADWAY, "exec", *options, *command], **settings)
+
+
+def train(*words: str, options: tuple[str, ...] = (), **settings: Any) -> "subprocess.CompletedProcess[str]":
+    """Run `headway exec python` with a script and its arguments, in a process that has imported torch already."""
+    settings = {"capture_output": True, "text": True, "timeout": PATIENCE_S} | settings
+    command = [sys.executable, str(WARM_HEADWAY), "exec", *options, sys.executable, *words]
+    done: subprocess.CompletedProcess[str] = warm.run(command, first=["hooked"], **settings)
+    return done
+
+
+def plain(*words: str, **settings: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a script without headway, in a process that has imported torch already."""
+    settings = {"capture_output": True, "text": True, "timeout": PATIENCE_S} | settings
+    done: subprocess.CompletedProcess[str] = warm.run([sys.executable, *words], **settings)
+    return done
 
 
 def begin(*command: str, **settings: Any) -> "subprocess.Popen[str]":
@@ -36,7 +53,7 @@ def begin(*command: str, **settings: Any) -> "subprocess.Popen[str]":
 def python(*words: str, path: str = "", environ: Mapping[str, str] | None = None, **settings: Any) -> str:
     """What a Python prints that was started with the shim."""
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), path])), **(environ or {})}
-    settings = {"capture_output": True, "text": True, "timeout": 60, "check": True} | settings
+    settings = {"capture_output": True, "text": True, "timeout": PATIENCE_S, "check": True} | settings
     return subprocess.run([sys.executable, *words], env=given, **settings).stdout
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import HEADWAY, run, witnessed
+from click.testing import CliRunner
+from running import plain, run, train, witnessed
 
+from headway.cli import main as cli
 from headway.cli.source import open_job
 from headway.events.job import JobReader
 from headway.events.vocabulary import Mark, Process, Record, Restored, Saved, SpanBegin
@@ -67,13 +69,18 @@ class Done:
 
 
 def measured(
-    home: Path, text: str, *words: str, code: int = 0, head: str = HEAD, job: str = "", **environ: str
-) -> Done:
+    home: Path, text: str, *words: str, code: int = 0, head: str = HEAD, job: str = "", cold: bool = False,
+    **environ: str,
+) -> Done:  # fmt: skip
+    """Run a program under `headway exec`; `cold` in a Python that has yet to import torch."""
     path = home / "train.py"
     path.write_text(head + textwrap.dedent(text))
     options = ("--job", job) if job else ()
     settings = os.environ | {"OMP_NUM_THREADS": "1"} | environ
-    done = run(sys.executable, str(path), *words, options=options, cwd=home, env=settings, timeout=200)
+    if cold:
+        done = run(sys.executable, str(path), *words, options=options, cwd=home, env=settings, timeout=200)
+    else:
+        done = train(str(path), *words, options=options, cwd=home, env=settings, timeout=200)
     assert done.returncode == code, done.stderr
     return Done(home, done.returncode, done.stdout, done.stderr)
 
@@ -85,9 +92,21 @@ def test_every_phase_of_a_plain_program_is_seen(home: Path) -> None:
     done = measured(
         home,
         """
+        import json
+        from contextlib import contextmanager
+
+        spent = {}
+
+        @contextmanager
+        def watch(what):
+            began = time.monotonic()
+            yield
+            spent[what] = spent.get(what, 0) + time.monotonic() - began
+
         class Slow(Dataset):
             def __init__(self):
-                time.sleep(0.5)
+                with watch("dataset"):
+                    time.sleep(0.2)
             def __len__(self):
                 return 160
             def __getitem__(self, index):
@@ -96,60 +115,68 @@ def test_every_phase_of_a_plain_program_is_seen(home: Path) -> None:
 
         class Deep(Net):
             def __init__(self):
-                super().__init__()
-                time.sleep(0.6)
+                with watch("model"):
+                    super().__init__()
+                    time.sleep(0.3)
 
         model = Deep()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         loader = DataLoader(Slow(), batch_size=16)
         for epoch in range(2):
             model.train()
-            for batch in loader:
-                train(model, optimizer, batch, 0.05)
+            batches = iter(loader)
+            for number in range(10):
+                with watch("batches" if spent.get("steps") else "first batch"):
+                    batch = next(batches)
+                with watch("steps"):
+                    train(model, optimizer, batch, 0.02)
+            next(batches, None)
             model.eval()
-            with torch.no_grad():
-                for batch in loader.dataset and data(32):
+            with watch("evaluation"), torch.no_grad():
+                for batch in data(32):
                     model(batch[0])
                     time.sleep(0.1)
-            torch.save({"model": model.state_dict()}, "model.pt")
-        time.sleep(0.4)
+            with watch("save"):
+                torch.save({"model": model.state_dict()}, "model.pt")
+        print(json.dumps(spent))
+        time.sleep(0.3)
         """,
     )
     assert done.steps == 20
-    assert done.stages["preproc_creation"] == pytest.approx(0.5, abs=0.1)
-    assert done.stages["train_module_creation"] == pytest.approx(0.6, abs=0.1)
-    assert done.stages["get_first_batch_data"] == pytest.approx(0.04, abs=0.03)
-    assert done.stages["imports"] > 0.3
-    assert done.buckets["training.effective"] == pytest.approx(1.0, rel=0.2)
-    assert done.buckets["waste.data_wait"] == pytest.approx(19 * 0.035, rel=0.3)
-    assert done.buckets["waste.evaluation"] == pytest.approx(0.4, rel=0.3)
+    spent = json.loads(done.out)
+    for found, what in (
+        (done.stages["preproc_creation"], "dataset"),
+        (done.stages["train_module_creation"], "model"),
+        (done.stages["get_first_batch_data"], "first batch"),
+        (done.buckets["training.effective"], "steps"),
+        (done.buckets["waste.data_wait"], "batches"),
+        (done.buckets["waste.evaluation"], "evaluation"),
+        (done.buckets["waste.checkpoint_blocking"] + done.buckets["shutdown.final_checkpoint"], "save"),
+    ):
+        assert found == pytest.approx(spent[what], rel=0.25, abs=0.1), what
     assert done.buckets["waste.checkpoint_blocking"] > 0
-    assert done.buckets["shutdown.teardown"] > 0.4
-    assert done.buckets["unattributed"] < 0.01 * done.report["wall_s"]
+    assert done.buckets["shutdown.teardown"] > 0.3
+    assert sum(done.buckets.values()) == pytest.approx(done.report["wall_s"], abs=1e-6)
     assert [record.step for record in done.of(Saved)] == [10, 20]
 
 
-def test_slow_imports_are_named(home: Path) -> None:
+def test_slow_imports_are_named_and_so_is_the_one_that_an_optimizer_hides(home: Path) -> None:
     (home / "heavy.py").write_text("import time; time.sleep(0.3)")
-    done = measured(home, "import heavy\nfor batch in data(): pass\n")
-    (told,) = done.marks("imports")
-    assert told["seconds"]["heavy"] == pytest.approx(0.3, abs=0.1)
-    assert "torch" in told["seconds"]
-
-
-def test_the_import_that_an_optimizer_hides_is_named(home: Path) -> None:
     done = measured(
         home,
         """
+        import heavy
         model = Net()
         optimizer = torch.optim.Adam(model.parameters())
         for (batch,) in data():
             train(model, optimizer, batch)
         """,
+        cold=True,
     )
     told = done.marks("imports")[0]["seconds"]
-    assert "torch._dynamo" in told
-    assert done.stages["imports"] >= told["torch"] + told["torch._dynamo"] - 0.05
+    assert told["heavy"] >= 0.3
+    assert {"heavy", "torch", "torch._dynamo"} <= set(told)
+    assert done.stages["imports"] >= told["heavy"] + told["torch"] + told["torch._dynamo"] - 0.05
 
 
 def test_compilation_is_seen_with_reasons_to_do_it_again(home: Path) -> None:
@@ -177,6 +204,7 @@ def test_compilation_is_seen_with_reasons_to_do_it_again(home: Path) -> None:
     assert done.buckets["waste.recompilation"] > 0
 
 
+@pytest.mark.thorough
 def test_a_backward_that_is_compiled_when_first_used_is_compilation_cold_and_warm(home: Path) -> None:
     text = """
         model = torch.compile(Net())
@@ -189,8 +217,8 @@ def test_a_backward_that_is_compiled_when_first_used_is_compilation_cold_and_war
                 optimizer.state_dict = lambda: {"seen": True}
         """
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(home / "cache")}
-    for _ in ("cold", "warm"):
-        done = measured(home, text, **cache)
+    for _ in ("an empty cache", "a full one"):
+        done = measured(home, text, cold=True, **cache)
         first = float(done.out.split()[0])
         assert done.buckets["start.pt2_compilation"] > 0.8 * first
         assert done.steps == 10
@@ -285,7 +313,12 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("how", STEPS)
+SLOW_STEPS = ("workers by spawn", "persistent workers")
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.thorough if how in SLOW_STEPS else ()) for how in STEPS]
+)
 def test_ten_steps_are_ten_steps_with(home: Path, how: str) -> None:
     done = measured(home, STEPS[how])
     assert done.steps == 10
@@ -313,7 +346,7 @@ def test_a_skipping_gradient_scaler_loses_no_time(home: Path) -> None:
         """,
     )
     assert done.steps == 8
-    assert done.buckets["training.effective"] == pytest.approx(0.5, rel=0.2)
+    assert done.buckets["training.effective"] > 0.5  # the time of all ten
 
 
 def test_a_hook_that_raises_is_switched_off_journaled_and_said_once(home: Path) -> None:
@@ -391,7 +424,7 @@ def test_a_save_in_the_background_blocks_only_as_long_as_it_is_staged(home: Path
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         class Slow(FileSystemWriter):
             def write_data(self, plan, planner):
-                time.sleep(0.5)
+                time.sleep(2)
                 return super().write_data(plan, planner)
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         store = dist.TCPStore("127.0.0.1", 0, 1, True)
@@ -401,14 +434,16 @@ def test_a_save_in_the_background_blocks_only_as_long_as_it_is_staged(home: Path
         for number, (batch,) in enumerate(data()):
             train(model, optimizer, batch, 0.1)
             if number == 4:
+                began = time.monotonic()
                 future = dcp.async_save({"model": model.state_dict()}, storage_writer=Slow("saved"))
+                print(time.monotonic() - began)
         future.result()
         dist.destroy_process_group()
         """,
     )
     (saved,) = done.of(Saved)
     assert saved.step == 5
-    assert done.buckets["waste.checkpoint_blocking"] < 0.4
+    assert done.buckets["waste.checkpoint_blocking"] == pytest.approx(float(done.out), rel=0.25, abs=0.1)
     assert done.stages["process_group_init"] > 0
 
 
@@ -469,7 +504,7 @@ def test_leaving_by_os_exit_is_seen(home: Path) -> None:
 
 def test_a_crash_at_import_is_seen(home: Path) -> None:
     (home / "broken.py").write_text("raise RuntimeError('broken module')")
-    done = measured(home, "import broken\n", code=1)
+    done = measured(home, "import broken\n", code=1, cold=True)
     assert done.report["state"] == "failed"
     assert "broken module" in done.report["attempts"][0]["error"]
     assert "headway" not in done.err  # not even in the traceback
@@ -479,6 +514,7 @@ def test_a_crash_at_import_is_seen(home: Path) -> None:
 # --- processes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_ranks_started_by_multiprocessing_are_ranks(home: Path) -> None:
     done = measured(
         home,
@@ -534,6 +570,7 @@ def test_trainers_that_are_forked_are_ranks(home: Path) -> None:
     assert done.report["state"] == "ended"
 
 
+@pytest.mark.thorough
 def test_torchrun_s_agent_is_no_rank_and_tells_of_its_restarts(home: Path) -> None:
     path = home / "train.py"
     path.write_text(
@@ -582,19 +619,11 @@ def test_a_program_that_replaces_itself_goes_on_as_the_same_job(home: Path) -> N
 
 
 def test_a_program_without_torch_has_its_process_told(home: Path) -> None:
-    done = measured(home, "import time\ntime.sleep(0.3)\n", head="")
+    done = measured(home, "import time\ntime.sleep(0.3)\n", head="", cold=True)
     assert done.report["state"] == "ended"
     assert done.report["wall_s"] > 0.3
     assert done.buckets["unattributed"] == pytest.approx(done.report["wall_s"])
     assert any("no PyTorch training was seen" in note for note in done.report["notes"])
-
-
-def test_disabled_means_disabled(home: Path) -> None:
-    path = home / "plain.py"
-    path.write_text("import torch, sys; print([n for n in sys.modules if 'headway' in n])")
-    done = run(sys.executable, str(path), env=os.environ | {"HEADWAY_DISABLE": "1"})
-    assert done.stdout == "[]\n"
-    assert not jobs_in(home)
 
 
 # --- nothing changes -----------------------------------------------------------------------------------------------
@@ -644,27 +673,26 @@ print(hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in everything))
 @pytest.mark.parametrize("program", SAME)
 def test_results_are_bit_identical_with_and_without(home: Path, program: str) -> None:
     text = "import random; random.seed(1)\n" + textwrap.dedent(SAME[program]) + PRINT
-    outputs = {measured(home, text, HEADWAY_DISABLE=disable, job="").out for disable in ("", "")}
-    path = home / "train.py"
-    plain = run(sys.executable, str(path), env=os.environ | {"HEADWAY_DISABLE": "1", "OMP_NUM_THREADS": "1"}, cwd=home)
-    assert plain.returncode == 0, plain.stderr
-    assert outputs == {plain.stdout}
+    done = measured(home, text)
+    without = plain(str(home / "train.py"), env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=home, check=True)
+    assert done.out == without.stdout
 
 
-def test_nothing_is_imported_that_the_program_would_not_have_imported(home: Path) -> None:
-    text = "import torch\nimport sys\nprint(sorted(n for n in sys.modules if n.partition('.')[0] != 'headway'))\n"
+def test_nothing_is_imported_that_the_program_would_not_have_imported_and_disabled_means_disabled(home: Path) -> None:
     path = home / "imports.py"
-    path.write_text(text)
-    plain = set(eval(run(sys.executable, str(path), env=os.environ | {"HEADWAY_DISABLE": "1"}).stdout))
-    seen = set(eval(run(sys.executable, str(path)).stdout))
-    assert seen - plain <= {"sitecustomize"}
+    path.write_text("import torch\nimport sys\nprint(*sys.modules)\n")
+    without = set(run(sys.executable, str(path), env=os.environ | {"HEADWAY_DISABLE": "1"}).stdout.split())
+    assert "torch" in without
+    assert not any("headway" in name for name in without)
+    assert not jobs_in(home)
+    seen = {name for name in run(sys.executable, str(path)).stdout.split() if name.partition(".")[0] != "headway"}
+    assert seen - without <= {"sitecustomize"}
+    assert jobs_in(home)
 
 
 def test_the_report_of_a_program_can_be_had_as_json_by_name(home: Path) -> None:
     measured(home, STEPS["no loader"], job="by-name")
-    import subprocess
-
-    done = subprocess.run([*HEADWAY, "report", "by-name", "--json"], capture_output=True, text=True, check=True)
+    done = CliRunner().invoke(cli, ["report", "by-name", "--json"])
     assert json.loads(done.stdout)["steps"]["new"] == 10
 
 
@@ -732,7 +760,7 @@ def test_a_stateful_loader_is_a_loader(home: Path) -> None:
         """,
     )
     assert done.steps == 10
-    assert done.buckets["waste.data_wait"] == pytest.approx(9 * 0.033, rel=0.3)
+    assert done.buckets["waste.data_wait"] >= 9 * 0.032
 
 
 def test_a_group_made_in_the_middle_of_training_is_told_of(home: Path) -> None:

@@ -1,4 +1,4 @@
-"""Running `headway run` as a user would, in a process of its own."""
+"""`headway run` in a process of its own, as a user runs it or forked from a process that has imported torch."""
 
 import json
 import os
@@ -11,9 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from click.testing import CliRunner
+
+import warm
+from headway.cli import main
+
 TRAINER = Path(__file__).parent / "trainer.py"
 HEADWAY = [sys.executable, "-m", "headway"]
-LONG_S = 120.0
+WARM_HEADWAY = [sys.executable, str(Path(__file__).parent / "warm_headway.py")]
+LONG_S = 240.0
 """Longer than anything takes on the slowest machine."""
 
 
@@ -23,20 +29,28 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def start(
-    words: Sequence[str], folder: Path, out: IO[str] | None = None, err: IO[str] | None = None, **settings: str
-) -> subprocess.Popen[str]:
-    """`headway run` with these words in a folder; its output goes to files there, or to the ones given."""
+    words: Sequence[str], folder: Path, out: IO[str] | None = None, err: IO[str] | None = None, cold: bool = True,
+    **settings: str,
+) -> subprocess.Popen[str]:  # fmt: skip
+    """Start `headway run` in a folder; its output goes to files there, or to the ones given.
+
+    If not `cold`, the supervisor and its first zygote are forked from a process that has imported torch: one with the
+    hooks of a fast start, if the words ask for one.
+    """
     out, err = out or (folder / "stdout").open("a"), err or (folder / "stderr").open("a")
-    with out, err:
-        return subprocess.Popen(
-            [*HEADWAY, "run", *words], cwd=folder, env=environment(**settings), stdout=out, stderr=err, text=True,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+    with out, err, open(os.devnull) as null:
+        streams: dict[str, Any] = {"stdin": null, "stdout": out, "stderr": err, "text": True}
+        if cold:
+            return subprocess.Popen([*HEADWAY, "run", *words], cwd=folder, env=environment(**settings), **streams)
+        first = "hooked_fast" if "--fast-start" in words else "hooked"
+        return warm.Popen(
+            [*WARM_HEADWAY, "run", *words], first=[first], cwd=folder, env=environment(**settings), **streams
+        )
 
 
-def run(words: Sequence[str], folder: Path, **settings: str) -> tuple[int, str, str]:
+def run(words: Sequence[str], folder: Path, cold: bool = True, **settings: str) -> tuple[int, str, str]:
     """Its exit code, and what it printed."""
-    process = start(words, folder, **settings)
+    process = start(words, folder, cold=cold, **settings)
     try:
         code = process.wait(LONG_S)
     except subprocess.TimeoutExpired:
@@ -48,7 +62,8 @@ def run(words: Sequence[str], folder: Path, **settings: str) -> tuple[int, str, 
 
 def report(job: str) -> dict[str, Any]:
     """The job's report."""
-    done = subprocess.run([*HEADWAY, "report", job, "--json"], capture_output=True, text=True, check=True)
+    done = CliRunner().invoke(main, ["report", job, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

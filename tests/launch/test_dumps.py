@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from headway.launch import dumps
 from headway.recover import hang
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """For things that must happen in the end, on however slow a machine."""
 
 START = """
@@ -54,8 +55,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         file = tmp_path / "train.py"
         file.write_text(START + textwrap.dedent(script))
         common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        popen = warm.Popen if GLOO in script else subprocess.Popen
         started = {
-            rank: subprocess.Popen(
+            rank: popen(
                 [sys.executable, str(file), str(tmp_path)],
                 env={**common, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
                 stdout=(tmp_path / f"out-{rank}").open("wb"),
@@ -91,13 +93,16 @@ def pids(workers: Mapping[int, subprocess.Popen[bytes]]) -> dict[int, int]:
 
 
 def when_found(
-    workers: Mapping[int, subprocess.Popen[bytes]], folder: Path, is_it: Callable[[hang.Finding], bool]
+    workers: Mapping[int, subprocess.Popen[bytes]],
+    folder: Path,
+    is_it: Callable[[hang.Finding], bool],
+    patience_s: float = 12,
 ) -> tuple[dict[int, dumps.Dump], hang.Finding]:
     """Asks until the answer is the expected one: ranks need a while to get to where they hang."""
     last: list[tuple[dict[int, dumps.Dump], hang.Finding]] = []
 
     def found() -> bool:
-        told = dumps.collect(pids(workers), folder, 12)
+        told = dumps.collect(pids(workers), folder, patience_s)
         last[:] = [(told, hang.explain(told))]
         return is_it(last[0][1])
 
@@ -180,7 +185,7 @@ if RANK == 2:
 def test_a_stopped_rank_does_not_answer_and_is_named(start: Start, tmp_path: Path) -> None:
     workers = start(GLOO + "while True:\n    dist.all_reduce(tensor)\n")
     stop(workers[1].pid)
-    told, finding = when_found(workers, tmp_path, lambda finding: finding.stuck_ranks == (1,))
+    told, finding = when_found(workers, tmp_path, lambda finding: finding.stuck_ranks == (1,), patience_s=3)
     assert (finding.kind, finding.collective, finding.where) == ("missing_rank", "all_reduce", "")
     assert (told[1].how, told[1].flight, told[1].state) == ("none", None, "is stopped")
     assert "rank 1: is stopped" in finding.text
@@ -205,7 +210,7 @@ if RANK == 0:
     stuck()
 dist.all_reduce(tensor)
 """
-    told, finding = when_found(start(GLOO + script), tmp_path, lambda finding: finding.stuck_ranks == (0,))
+    told, finding = when_found(start(GLOO + script), tmp_path, lambda found: found.stuck_ranks == (0,), patience_s=3)
     assert (finding.kind, finding.collective) == ("missing_rank", "all_reduce")
     assert "in stuck: library.sem_wait" in finding.where
     assert (told[0].flight, told[0].how) == (None, "faulthandler")

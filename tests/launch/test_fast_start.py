@@ -4,11 +4,14 @@ program would have imported itself, and nothing that a zygote cannot have."""
 import json
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from supervising import run, start, wait_for
+from supervising import LONG_S, wait_for
+from supervising import run as run_cold
+from supervising import start as start_cold
 
 from headway.cli.run import FastStart
 from headway.config import FAST_START
@@ -19,6 +22,7 @@ from headway.launch.channel import Channel
 from headway.launch.crew import Zygote
 from headway.launch.prewarm import Prewarm
 
+run, start = partial(run_cold, cold=False), partial(start_cold, cold=False)
 PACKAGES = {
     "slow": "import os, time\ntime.sleep(0.3)\nos.environ['SLOW_WAS_IMPORTED'] = 'yes'\npid = os.getpid()",
     "threaded": "import threading, time\ntime.sleep(0.1)\n"
@@ -121,7 +125,7 @@ def test_a_restart_finds_what_the_first_attempt_imported(folder: Path) -> None:
     try:
         wait_for(lambda: any("forked from where" in mark["why"] for mark in marks(folder, "one")), process)
         (folder / "go").touch()
-        assert process.wait(120) == 0, (folder / "stderr").read_text()
+        assert process.wait(LONG_S) == 0, (folder / "stderr").read_text()
     finally:
         process.kill()
     first, second = told((folder / "stdout").read_text())
@@ -153,8 +157,10 @@ if attempt == "0" and len(sys.argv) > 1:
     ("choosy", "why"),
     [
         ("", ""),
-        ("if 'RANK' not in os.environ:\n    os._exit(3)", "a zygote died of it"),
-        ("os.environ['RANK']", "KeyError"),
+        pytest.param(
+            "if 'RANK' not in os.environ:\n    os._exit(3)", "a zygote died of it", marks=pytest.mark.thorough
+        ),
+        pytest.param("os.environ['RANK']", "KeyError", marks=pytest.mark.thorough),
     ],
     ids=["good", "deadly", "choosy"],
 )
@@ -169,7 +175,7 @@ def test_what_a_program_imports_while_its_data_comes_is_there_at_a_restart(folde
     try:
         wait_for(lambda: any("forked from where" in mark["why"] for mark in marks(folder, "second")), process)
         (folder / "go").touch()
-        assert process.wait(120) == 0, (folder / "stderr").read_text()
+        assert process.wait(LONG_S) == 0, (folder / "stderr").read_text()
     finally:
         process.kill()
     first, second = told((folder / "stdout").read_text())[-2:]
@@ -180,6 +186,7 @@ def test_what_a_program_imports_while_its_data_comes_is_there_at_a_restart(folde
     assert "workers start fresh" not in (folder / "stderr").read_text()
 
 
+@pytest.mark.thorough
 def test_workers_that_share_cores_find_all_of_it_at_once(folder: Path) -> None:
     (folder / "lib" / "site-packages" / "choosy" / "__init__.py").write_text("")
     (folder / "train.py").write_text(LATE)
@@ -206,7 +213,7 @@ def test_an_heir_that_is_gone_before_it_is_heard_leaves_word_of_what_it_died_of(
 
 def test_every_item_can_be_switched_off(folder: Path) -> None:
     words = ["--fast-start", "--without", "imports,groups,compile-cache,loader", "--job", "off", "train.py"]
-    code, out, err = run(words, folder)
+    code, out, err = run_cold(words, folder)
     assert code == 0, err
     (only,) = told(out)
     assert only["slow_here"]
@@ -224,6 +231,7 @@ def test_packages_that_may_read_what_the_program_sets_are_not_imported_ahead(fol
     assert "the program sets PAINT before it imports" in err
 
 
+@pytest.mark.thorough
 def test_what_torch_sets_for_its_own_modules_is_not_the_programs_doing(folder: Path) -> None:
     first = "from torch._inductor.runtime import cache_dir_utils\ncache_dir_utils.cache_dir()"
     (folder / "train.py").write_text(PROGRAM.format(first=first))
@@ -233,6 +241,7 @@ def test_what_torch_sets_for_its_own_modules_is_not_the_programs_doing(folder: P
     assert "the program sets" not in err
 
 
+@pytest.mark.thorough
 def test_taking_a_variable_away_is_setting_it_and_nobody_listens_after_the_first_step(folder: Path) -> None:
     first = "import slow\nlistened = os.putenv\ndel os.environ['HOME']"
     last = "\nassert os.putenv is not listened and type(os.putenv) is type(os.getpid)"
@@ -255,6 +264,7 @@ def test_a_package_that_hangs_in_a_zygote_holds_up_one_start_for_a_while(folder:
     assert "workers start fresh" not in err
 
 
+@pytest.mark.thorough
 def test_a_package_that_imports_what_is_not_installed_is_left_to_the_workers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +295,7 @@ def test_a_package_that_ends_the_zygote_is_not_imported_ahead_again(folder: Path
     assert "workers start fresh" not in err
 
 
+@pytest.mark.thorough
 @pytest.mark.needs_package("torchrec")
 def test_torchrec_is_imported_ahead_and_trains_as_ever(home: Path) -> None:
     (home / "train.py").write_text("""

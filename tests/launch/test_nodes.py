@@ -33,7 +33,7 @@ class Nodes:
         (self.home / name).mkdir(exist_ok=True)
         out, err = (self.home / name / "stdout").open("a"), (self.home / name / "stderr").open("a")
         with out, err:
-            self.nodes[name] = start(words, folder, out, err, HEADWAY_NODE=name, **self.settings)
+            self.nodes[name] = start(words, folder, out, err, cold=False, HEADWAY_NODE=name, **self.settings)
         return self.nodes[name]
 
     def said(self, name: str) -> str:
@@ -46,7 +46,7 @@ class Nodes:
             process.wait()
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.thorough)])
 def test_a_failure_on_one_node_is_decided_once_and_both_restart(home: Path, backend: str) -> None:
     nodes = Nodes(home, "2", backend, FAULTS="0:1@6=kill 1:0@9=raise 2:1@12=hang", STEPS="15")
     try:

@@ -2,17 +2,21 @@
 
 import json
 import socket
-import subprocess
 from argparse import SUPPRESS
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
-from supervising import HEADWAY, environment, run
+from click.testing import CliRunner
+from supervising import run as run_cold
 
+from headway.cli import main
 from headway.cli.run import FLAGS, head_of, parse, parser
 from headway.errors import InputError
+
+run = partial(run_cold, cold=False)
 
 TELL = """
 import json, os, sys
@@ -152,14 +156,12 @@ def test_options_may_come_from_the_environment_as_in_torchrun(script: Path, home
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
-def refused(words: list[str], folder: Path, **settings: str) -> str:
+def refused(words: list[str], folder: Path) -> str:
     """What is said to words that cannot be run."""
-    done = subprocess.run(
-        [*HEADWAY, "run", *words], cwd=folder, env=environment(**settings), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stderr
+    code, _, err = run(words, folder)
+    assert code == 1
+    assert "Traceback" not in err, err
+    return err
 
 
 def test_an_unknown_option_is_told_with_the_nearest_one() -> None:
@@ -215,7 +217,7 @@ def test_a_port_that_another_program_has(script: Path, home: Path) -> None:
 
 
 def test_the_help_lists_torchruns_options_and_headways_own(home: Path) -> None:
-    done = subprocess.run([*HEADWAY, "run", "--help"], capture_output=True, text=True, check=True)
+    done = CliRunner().invoke(main, ["run", "--help"], catch_exceptions=False)
     ours = ("--job", "--preload", "--compile-cache", "--fast-start", "--without", "--cold", "--hang-after")
     for option in ("--nproc-per-node", "--rdzv-endpoint", *ours):
         assert option in done.stdout

@@ -2,16 +2,21 @@
 
 import io
 import re
-import shlex
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from supervising import HEADWAY, TRAINER, descendants, environment, report, run, start, trained, wait_for
+from supervising import HEADWAY, LONG_S, TRAINER, WARM_HEADWAY, descendants, environment, report, trained, wait_for
+from supervising import run as run_cold
+from supervising import start as start_cold
+
+import warm
 
 TWO = ["--nproc-per-node", "2", "--job", "j"]
+run, start = partial(run_cold, cold=False), partial(start_cold, cold=False)
 
 
 def assert_accounted(job: str) -> dict:  # type: ignore[type-arg]
@@ -107,7 +112,7 @@ def test_sigterm_ends_workers_that_do_not_listen_and_says_so_in_the_exit_code(ho
     wait_for(lambda: trained(home), process)
     ranks = list(descendants(process.pid))
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(LONG_S) == 128 + signal.SIGTERM
     wait_for(lambda: not [pid for pid in ranks if Path(f"/proc/{pid}").exists()])
 
 
@@ -138,7 +143,7 @@ def test_on_notice_all_ranks_save_at_the_same_step_and_the_next_run_goes_on_ther
     process = start([*TWO, "polite.py"], home)
     wait_for(lambda: len(trained(home)) > 5, process)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 75, (home / "stderr").read_text()
+    assert process.wait(LONG_S) == 75, (home / "stderr").read_text()
     stopped = {(home / f"at-{rank}").read_text() for rank in (0, 1)}
     assert len(stopped) == 1
     code, _, err = run([*TWO, "polite.py"], home)
@@ -180,7 +185,7 @@ def test_a_notice_may_come_from_elsewhere(home: Path) -> None:
     process = start([*TWO, "polite.py"], home, HEADWAY_NOTICE=f"file:{home}/go", STEPS="2000")
     wait_for(lambda: len(trained(home)) > 5, process)
     (home / "go").touch()
-    assert process.wait(60) == 75
+    assert process.wait(LONG_S) == 75
     assert {(home / f"at-{rank}").read_text() for rank in (0, 1)} == {str(len(trained(home)))}
 
 
@@ -257,11 +262,12 @@ def test_a_policy_that_raises_is_told_of_and_passed_over(home: Path) -> None:
 
 
 def test_a_rank_that_is_at_work_is_given_time(home: Path) -> None:
-    """Without --hang-after, and with the patience of a slow machine made short for the test."""
-    (home / "sitecustomize.py").write_text(
+    """Without --hang-after. The policy's module is imported by the supervisor, and shortens its patience."""
+    (home / "mine.py").write_text(
         "import headway.launch.progress as progress\nprogress.PATIENCE_S, progress.BUSY_FACTOR = 3.0, 1\n"
+        "def policy(situation):\n    return None\n"
     )
-    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@8=busy", STEPS="12", PYTHONPATH=str(home))
+    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@8=busy", STEPS="12", HEADWAY_POLICY="mine:policy")
     assert code == 0, err
     assert "may only take its time: it gets more" in err
     assert "failed" not in err
@@ -285,18 +291,28 @@ def test_the_rank_that_failed_always_has_its_say(home: Path) -> None:
 
 def test_output_that_nobody_reads_ends_the_job(home: Path) -> None:
     (home / "chatty.py").write_text("import time\nwhile True: print('x' * 1000); time.sleep(0.001)\n")
-    command = f"{shlex.join([*HEADWAY, 'run', '--job', 'j', 'chatty.py'])} 2> err | head -1"
-    subprocess.run(command, shell=True, cwd=home, check=True, timeout=120)
-    wait_for(lambda: "nobody reads the output any more" in (home / "err").read_text())
+    with (home / "err").open("w") as err:
+        command = [*WARM_HEADWAY, "run", "--job", "j", "chatty.py"]
+        process = warm.Popen(command, first=["hooked"], cwd=home, stdout=subprocess.PIPE, stderr=err)
+    assert process.stdout.readline().startswith(b"x")
+    process.stdout.close()
+    process.wait(LONG_S)
+    assert "nobody reads the output any more" in (home / "err").read_text()
 
 
 def test_inside_headway_exec_there_is_one_launcher_and_no_complaint(home: Path) -> None:
     command = [*HEADWAY, "exec", "--job", "j", *HEADWAY, "run", "--nproc-per-node", "2", str(TRAINER)]
     done = subprocess.run(
-        command, cwd=home, env=environment(FAULTS="0:1@4=kill", STEPS="9"), capture_output=True, text=True, timeout=120
+        command,
+        cwd=home,
+        env=environment(FAULTS="0:1@4=kill", STEPS="9"),
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
     )
     assert done.returncode == 0, done.stderr
     assert "cannot write" not in done.stderr
+    wait_for(lambda: report("j")["state"] != "running")  # the launcher's witness ends last
     found = assert_accounted("j")
     assert [attempt["outcome"] for attempt in found["attempts"]] == ["failed", "ended"]
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from supervising import WARM_HEADWAY
 
+import warm
 from headway.launch.streams import KEPT_BYTES, Tap
 
 BIN = Path(sys.executable).parent
@@ -75,6 +77,7 @@ def test_where_there_is_no_terminal_there_is_none(console: tuple[int, int]) -> N
     tap.close()
 
 
+@pytest.mark.thorough
 def test_two_hundred_megabytes_pass_and_only_their_end_is_kept(console: tuple[int, int]) -> None:
     passed = 0
 
@@ -162,14 +165,19 @@ def run(home: Path, streams: str) -> list[str]:
     return (home / "ran").read_text().splitlines()
 
 
-@pytest.mark.parametrize("streams", ["2>&1 >&- | true", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("streams", [pytest.param("2>&1 >&- | true", marks=pytest.mark.thorough), "<&- >&- 2>&-"])
 def test_a_supervisor_without_a_console_runs_the_job_to_its_end(home: Path, streams: str) -> None:
     assert run(home, streams) == ["False False False"] * 2
 
 
 def test_a_supervisor_at_a_terminal_gives_its_workers_one(home: Path) -> None:
+    (home / "train.py").write_text(SCRIPT)
     ours, theirs = pty.openpty()
-    assert run(home, f"<{os.ttyname(theirs)} >out 2>{os.ttyname(theirs)}") == ["True False True"] * 2
+    with (home / "out").open("w") as out:
+        command = [*WARM_HEADWAY, "run", "--job", "j", "train.py"]
+        ended = warm.run(command, first=["hooked"], cwd=home, stdin=theirs, stdout=out, stderr=theirs)
+    assert ended.returncode == 0
+    assert (home / "ran").read_text().splitlines() == ["True False True"] * 2
     assert (home / "out").read_text() == "text\ntext\n"
     assert b"text\r\n" in os.read(ours, 9999)
     os.close(ours)

@@ -120,44 +120,41 @@ def clean_environment(folder: Path) -> dict[str, str]:
 # --- the same probe under three launchers ----------------------------------------------------------------------------
 
 
+class Probes(dict[str, dict[str, Told]]):
+    """What the probe saw, by launcher, and by rank and attempt. Each launcher runs once, when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "probe.py").write_text(PROBE)
+        (folder / "sibling.py").write_text("")
+        headway, options, script = str(BIN / "headway"), ["--nproc-per-node", "2"], ["probe.py", "--lr", "1"]
+        warm = [headway, "run", "--job", "w", "--preload", "sibling,nowhere"]
+        self.commands = {
+            "warm": [*warm, *options, *script, "--crash"],
+            "loaders": [*warm, *script, "--loaders"],
+            "cold": [headway, "run", "--cold", *options, *script],
+            "torchrun": [headway, "exec", sys.executable, "-m", "torch.distributed.run", *options, *script],
+        }
+
+    def __missing__(self, launcher: str) -> dict[str, Told]:
+        place = self.folder / launcher
+        place.mkdir()
+        environ = clean_environment(place) | {"PROBE_OUT": str(place)}
+        done = subprocess.run(self.commands[launcher], cwd=self.folder, env=environ, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=PATIENCE_S)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        if launcher == "warm":
+            assert "nowhere cannot be preloaded" in done.stderr
+            journals = (place / "home" / "jobs" / "w" / "journals").glob("supervisor-*")
+            assert any(b"nowhere cannot be preloaded" in journal.read_bytes() for journal in journals)
+        self[launcher] = {file.stem: json.loads(file.read_text()) for file in place.glob("*.json")}
+        return self[launcher]
+
+
 @pytest.fixture(scope="module")
-def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Told]]:
-    """What the probe saw, by launcher, and by rank and attempt."""
-    folder = tmp_path_factory.mktemp("probe")
-    (folder / "probe.py").write_text(PROBE)
-    (folder / "sibling.py").write_text("")
-    headway, options, script = str(BIN / "headway"), ["--nproc-per-node", "2"], ["probe.py", "--lr", "1"]
-    commands = {
-        "warm": [
-            headway,
-            "run",
-            *options,
-            "--job",
-            "w",
-            "--preload",
-            "sibling,nowhere",
-            *script,
-            "--crash",
-            "--loaders",
-        ],
-        "cold": [headway, "run", "--cold", *options, *script],
-        "torchrun": [headway, "exec", sys.executable, "-m", "torch.distributed.run", *options, *script],
-    }
-    running = {}
-    for name, command in commands.items():
-        (folder / name).mkdir()
-        environ = clean_environment(folder) | {"PROBE_OUT": str(folder / name)}
-        running[name] = subprocess.Popen(
-            command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-    said = {name: process.communicate(timeout=PATIENCE_S)[0].decode() for name, process in running.items()}
-    assert {name: process.returncode for name, process in running.items()} == dict.fromkeys(running, 0), said
-    assert "nowhere cannot be preloaded" in said["warm"]
-    journals = (folder / "home" / "jobs" / "w" / "journals").glob("supervisor-*")
-    assert any(b"nowhere cannot be preloaded" in journal.read_bytes() for journal in journals)
-    return {
-        name: {file.stem: json.loads(file.read_text()) for file in (folder / name).glob("*.json")} for name in commands
-    }
+def probes(tmp_path_factory: pytest.TempPathFactory) -> Probes:
+    """The same probe under each launcher."""
+    return Probes(tmp_path_factory.mktemp("probe"))
 
 
 def comparable(told: Told) -> Told:
@@ -167,32 +164,31 @@ def comparable(told: Told) -> Told:
     return seen
 
 
-@pytest.mark.parametrize("launcher", ["warm", "cold"])
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_worker_sees_what_it_sees_under_torchrun(
-    probes: dict[str, dict[str, Told]], launcher: str, rank: str
-) -> None:
-    ours, theirs = probes[launcher][f"{rank}-0"], probes["torchrun"][f"{rank}-0"]
-    assert comparable(ours) == comparable(theirs)
-    assert ours["torch"] == theirs["torch"]
-    assert ours["launcher"]
+@pytest.mark.parametrize("launcher", ["warm", pytest.param("cold", marks=pytest.mark.thorough)])
+def test_a_worker_sees_what_it_sees_under_torchrun(probes: Probes, launcher: str) -> None:
+    for rank in ("0", "1"):
+        ours, theirs = probes[launcher][f"{rank}-0"], probes["torchrun"][f"{rank}-0"]
+        assert comparable(ours) == comparable(theirs)
+        assert ours["torch"] == theirs["torch"]
+        assert ours["launcher"]
+        assert ours["preloaded"] == (["torch", "sibling"] if launcher == "warm" else [])
 
 
-def test_workers_start_warm_again_after_a_crash(probes: dict[str, dict[str, Told]]) -> None:
+def test_workers_start_warm_again_after_a_crash(probes: Probes) -> None:
     warm = probes["warm"]
     assert [told["preloaded"] for told in warm.values()] == [["torch", "sibling"]] * 4
-    assert [told["preloaded"] for told in probes["cold"].values()] == [[]] * 2
     assert set(probes["torchrun"]["0-0"]["filters"]) <= set(warm["0-0"]["filters"])
 
 
-def test_no_two_workers_draw_the_same_random_numbers(probes: dict[str, dict[str, Told]]) -> None:
+def test_no_two_workers_draw_the_same_random_numbers(probes: Probes) -> None:
     for generator in range(4):
-        drawn = {told["drawn"][generator] for run in probes.values() for told in run.values()}
-        assert len(drawn) == 4 + 2 + 2
+        drawn = {told["drawn"][generator] for run in ("warm", "torchrun") for told in probes[run].values()}
+        assert len(drawn) == 4 + 2
 
 
-def test_data_loaders_and_the_compiler_work_in_a_warm_worker(probes: dict[str, dict[str, Told]]) -> None:
-    told = probes["warm"]["0-0"]
+@pytest.mark.thorough
+def test_data_loaders_and_the_compiler_work_in_a_warm_worker(probes: Probes) -> None:
+    told = probes["loaders"]["0-0"]
     squares = [[0, 1, 4, 9], [16, 25, 36, 49]]
     assert told["loaders"] == {"fork": squares, "spawn": squares, "forkserver": squares}
     assert told.get("compiled", [1.0] * 8) == [1.0] * 8
@@ -379,51 +375,67 @@ def fatal_scripts(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+class Endings(dict[str, dict[str, Told]]):
+    """How each program ended, by how it was run: by plain Python, by a warm worker with a stand-in for torch, by one
+    with torch, and by a fresh one. Each way is tried once, when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.programs, fatal = scripts(folder), fatal_scripts(folder)
+        few = ("raises", "interrupted", "at_exit", "fork_exits", "torn_down")
+        (folder / "lib").mkdir()
+        (folder / "lib" / "torch.py").write_text(TORCH)
+        self.runs: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+            "fresh": (self.programs, [], {"warm": False}),
+            "warm": (self.programs, ["torch"], {"PYTHONPATH": str(folder / "lib")}),
+            "torch": ({name: self.programs[name] for name in few} | fatal, ["torch"], {}),
+        }
+
+    def __missing__(self, kind: str) -> dict[str, Told]:
+        self[kind] = self._plain() if kind == "plain" else self._by_crew(*self.runs[kind])
+        if kind == "torch":
+            self[kind]["recorded"]["error_file"] = json.loads((self.folder / "error.json").read_text())
+        return self[kind]
+
+    def _by_crew(self, programs: dict[str, Any], preload: list[str], options: dict[str, Any]) -> dict[str, Told]:
+        return dict(zip(programs, run_crew(self.folder, list(programs.values()), preload, **options)[0], strict=True))
+
+    def _plain(self) -> dict[str, Told]:
+        found = {}
+        for name, program in self.programs.items():
+            words = [sys.executable, "-u", *(["-m"] if program["kind"] == "module" else []), *program["argv"]]
+            ended = subprocess.run(words, cwd=self.folder, env=clean_environment(self.folder), capture_output=True)
+            found[name] = {
+                "stdout": ended.stdout.decode("latin-1"),
+                "stderr": ended.stderr.decode("latin-1"),
+                "code": ended.returncode,
+            }
+        return found
+
+
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Told]]:
-    """How each program ended, by who ran it: plain Python, a warm worker with a stand-in for torch, one with torch, a
-    fresh one."""
-    folder = tmp_path_factory.mktemp("endings")
-    programs, fatal = scripts(folder), fatal_scripts(folder)
-    few = {name: programs[name] for name in ("raises", "interrupted", "at_exit", "fork_exits", "torn_down")} | fatal
-    (folder / "lib").mkdir()
-    (folder / "lib" / "torch.py").write_text(TORCH)
-    runs: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
-        "fresh": (programs, [], {"warm": False}),
-        "warm": (programs, ["torch"], {"PYTHONPATH": str(folder / "lib")}),
-        "torch": (few, ["torch"], {}),
-    }
-    told = {
-        kind: dict(zip(chosen, run_crew(folder, list(chosen.values()), preload, **options)[0], strict=True))
-        for kind, (chosen, preload, options) in runs.items()
-    }
-    told["torch"]["recorded"]["error_file"] = json.loads((folder / "error.json").read_text())
-    plain = {}
-    for name, program in programs.items():
-        words = [*(["-m"] if program["kind"] == "module" else []), *program["argv"]]
-        ended = subprocess.run(
-            [sys.executable, "-u", *words], cwd=folder, env=clean_environment(folder), capture_output=True, check=False
-        )
-        plain[name] = {
-            "stdout": ended.stdout.decode("latin-1"), "stderr": ended.stderr.decode("latin-1"), "code": ended.returncode
-        }  # fmt: skip
-    return {"plain": plain, **told}
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Endings:
+    """The same programs, run in each way."""
+    return Endings(tmp_path_factory.mktemp("endings"))
+
+
+FRESH = pytest.param("fresh", marks=pytest.mark.thorough)
 
 
 def without_addresses(told: Told, keys: Iterable[str]) -> Told:
     return {key: re.sub("0x[0-9a-f]{6,}", "0x", str(told[key])) for key in keys}
 
 
-@pytest.mark.parametrize("kind", ["warm", "fresh", "torch"])
-def test_programs_print_and_end_as_under_plain_python(endings: dict[str, dict[str, Told]], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["warm", FRESH, "torch"])
+def test_programs_print_and_end_as_under_plain_python(endings: Endings, kind: str) -> None:
     for name in endings["plain"].keys() & endings[kind].keys():
         plain, told = endings["plain"][name], endings[kind][name]
         assert told["warm"] == (kind != "fresh")
         assert without_addresses(told, plain) == without_addresses(plain, plain), name
 
 
-@pytest.mark.parametrize("kind", ["warm", "fresh"])
-def test_a_failure_is_told_before_the_interpreter_is_taken_down(endings: dict[str, dict[str, Told]], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["warm", FRESH])
+def test_a_failure_is_told_before_the_interpreter_is_taken_down(endings: Endings, kind: str) -> None:
     told = endings[kind]
     assert told["raises"]["exception"] == endings["plain"]["raises"]["stderr"].encode("latin-1").decode()
     assert told["three"]["said"] == 3
@@ -434,7 +446,7 @@ def test_a_failure_is_told_before_the_interpreter_is_taken_down(endings: dict[st
     assert (told["leaves_otherwise"]["said"], told["leaves_otherwise"]["code"]) == (0, 4)
 
 
-def test_last_words_of_other_kinds_are_said_in_a_warm_worker_too(endings: dict[str, dict[str, Told]]) -> None:
+def test_last_words_of_other_kinds_are_said_in_a_warm_worker_too(endings: Endings) -> None:
     fault, recorded = endings["torch"]["fault"], endings["torch"]["recorded"]
     assert fault["code"] == -11
     assert "Segmentation fault" in fault["stderr"]
@@ -488,7 +500,9 @@ def test_an_import_after_which_forks_have_no_cuda_means_fresh_workers(folder: Pa
     assert "CUDA" in note
 
 
-@pytest.mark.parametrize("text", [None, "1 / 0", "raise SystemExit(3)"])
+@pytest.mark.parametrize(
+    "text", ["raise SystemExit(3)", *(pytest.param(text, marks=pytest.mark.thorough) for text in (None, "1 / 0"))]
+)
 def test_a_module_that_cannot_be_imported_is_told_of_once_and_left_out(folder: Path, text: str | None) -> None:
     if text:
         (folder / "sibling.py").write_text(text)

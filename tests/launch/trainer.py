@@ -24,6 +24,13 @@ def fail(kind: str) -> None:
         os.abort()
     elif kind == "exit":
         sys.exit(3)
+    elif kind == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
+    elif kind == "leave":
+        os._exit(9)
+    elif kind == "bus":
+        os.kill(os.getpid(), signal.SIGBUS)
     elif kind == "hang":
         time.sleep(1000)
     elif kind == "busy":
