@@ -8,10 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import AF_INET6
+from tempfile import TemporaryDirectory
 from typing import Any
 
 NAMESPACE = "team-a"
@@ -184,18 +185,33 @@ def bound_token(pod: str = POD) -> str:
     return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts)
 
 
-def make_certificates(folder: Path, account: Path) -> tuple[Path, Path]:
+def make_certificates(folder: Path, account: Path, authority: str = "the cluster's") -> tuple[Path, Path]:
     """The server's key and certificate; the CA that signed it lies in the account's folder."""
     account.mkdir(parents=True)
-    ca_key, key, certificate = (folder / name for name in ("ca.key", "server.key", "server.crt"))
-    (folder / "ca.conf").write_text(CA)
-    (folder / "server.conf").write_text(SERVER)
-    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *new_key, "-config", folder / "ca.conf", "-keyout", ca_key, "-out", account / "ca.crt")
-    openssl("req", *new_key, "-subj", "/CN=apiserver", "-keyout", key, "-out", folder / "server.csr")
-    signed_by = ["-CA", account / "ca.crt", "-CAkey", ca_key, "-CAcreateserial", "-extfile", folder / "server.conf"]
-    openssl("x509", "-req", "-in", folder / "server.csr", *signed_by, "-out", certificate)
+    found = _certificates(authority)
+    (account / "ca.crt").write_bytes(found["ca.crt"])
+    key, certificate = folder / "server.key", folder / "server.crt"
+    key.write_bytes(found[key.name])
+    certificate.write_bytes(found[certificate.name])
     return key, certificate
+
+
+@cache
+def _certificates(authority: str) -> dict[str, bytes]:
+    """Files by name, made once per process: each CA signs one server."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "ca.conf").write_text(CA)
+        (folder / "server.conf").write_text(SERVER)
+        ca, ca_key, request, key, certificate = (
+            folder / name for name in ("ca.crt", "ca.key", "server.csr", "server.key", "server.crt")
+        )
+        new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        openssl("req", "-x509", *new_key, "-config", folder / "ca.conf", "-keyout", ca_key, "-out", ca)
+        openssl("req", *new_key, "-subj", "/CN=apiserver", "-keyout", key, "-out", request)
+        signed_by = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-extfile", folder / "server.conf"]
+        openssl("x509", "-req", "-in", request, *signed_by, "-out", certificate)
+        return {path.name: path.read_bytes() for path in (ca, key, certificate)}
 
 
 def openssl(*words: object) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import warm
 from headway.accounting.ledger import Ledger
 from headway.cli.source import open_job
 from headway.errors import UnknownJob
@@ -14,6 +15,8 @@ from headway.errors import UnknownJob
 TRAINER = Path(__file__).with_name("trainer_without_torch.py")
 PLATFORMS = ("SLURM", "KUBERNETES_", "POD_NAME", "HEADWAY_", "TORCHELASTIC_")
 STEPS = 10
+LIMIT_S = 180.0
+"""How long anything may take on a busy machine."""
 
 
 def command(folder: Path, *more: object) -> list[str]:
@@ -27,14 +30,18 @@ def environ(home: Path, **given: str) -> dict[str, str]:
     return kept | {"HEADWAY_HOME": str(home)} | given
 
 
-def train(home: Path, until: Callable[[], bool] = lambda: True, **given: str) -> str:
-    """Runs a job of one rank that trains on at least until `until` says so. Returns what it said on stderr."""
+def train(home: Path, until: Callable[[], bool] = lambda: True, *, cold: bool = False, **given: str) -> str:
+    """Run a job of one rank that trains on at least until `until` says so. Return what it said on stderr.
+
+    A `cold` one is started as a new interpreter, the others are forked from one.
+    """
     pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command(home), env=environ(home, **given), text=True, **pipes) as process:
+    start = subprocess.Popen if cold else warm.Popen
+    with start(command(home), env=environ(home, **given), text=True, **pipes) as process:
         try:
             wait_until(lambda: until() or process.poll() is not None)
             (home / "enough").touch()
-            said = process.communicate(timeout=60)[1]
+            said: str = process.communicate(timeout=LIMIT_S)[1]
         finally:
             process.kill()
     assert process.returncode == 0, said
@@ -42,10 +49,10 @@ def train(home: Path, until: Callable[[], bool] = lambda: True, **given: str) ->
 
 
 def wait_until(ready: Callable[[], bool]) -> None:
-    """Until it is so; AssertionError if it never comes to be."""
-    deadline = time.monotonic() + 60
+    """Wait until it is so; AssertionError if it never is."""
+    deadline = time.monotonic() + LIMIT_S
     while not ready():
-        assert time.monotonic() < deadline, f"waited a minute for {ready}"
+        assert time.monotonic() < deadline, f"waited {LIMIT_S:.0f} s for {ready}"
         time.sleep(0.05)
 
 

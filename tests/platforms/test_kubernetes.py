@@ -87,7 +87,7 @@ def test_a_pod_that_is_named_by_the_environment_is_found(tmp_path: Path, variabl
 
 def trust_somebody_else(api: ApiServer, folder: Path) -> None:
     """The account's CA becomes one that did not sign the server's certificate."""
-    make_certificates(folder, folder / "stranger")
+    make_certificates(folder, folder / "stranger", "a stranger's")
     (folder / "stranger" / "ca.crt").replace(api.account / "ca.crt")
 
 
@@ -101,7 +101,7 @@ def test_a_refusal_means_that_nothing_is_known(api: ApiServer, status: int) -> N
     assert len(api.asked) == 1
 
 
-@pytest.mark.parametrize("problem", ["forbidden", "untrusted", "garbage"])
+@pytest.mark.parametrize("problem", ["forbidden", "untrusted", pytest.param("garbage", marks=pytest.mark.thorough)])
 def test_without_an_answer_the_job_goes_on_and_scheduling_is_unknown(home: Path, problem: str) -> None:
     with ApiServer(home / "cluster", pod(CREATED, PLACED, RUNNING)).serving() as api:
         if problem == "forbidden":

@@ -110,7 +110,13 @@ def test_a_job_that_ends_leaves_its_publisher_behind_in_another_job(slurm: Slurm
     assert told["PATH"] == slurm.environ["PATH"]
 
 
-@pytest.mark.parametrize(("option", "says"), [("--partition=no-such", "invalid partition"), ("--no-such=1", "no-such")])
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--partition=no-such", "invalid partition"),
+        pytest.param("--no-such=1", "no-such", marks=pytest.mark.thorough),
+    ],
+)
 def test_what_sbatch_refuses_is_told_in_its_own_words(slurm: Slurm, home: Path, option: str, says: str) -> None:
     desk = new_desk(home, option)
     with pytest.raises(InputError, match=f"sbatch refused it: .*{says}") as refusal:
@@ -119,6 +125,7 @@ def test_what_sbatch_refuses_is_told_in_its_own_words(slurm: Slurm, home: Path, 
     assert (desk.state().phase, desk.state().problem) == ("failed", str(refusal.value))
 
 
+@pytest.mark.thorough
 def test_a_slurm_that_does_not_answer_is_the_platforms_fault(
     slurm: Slurm, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +141,7 @@ def test_a_job_that_slurm_does_not_know_is_gone(slurm: Slurm) -> None:
     assert queue_state("slurm:999999") == "gone"
 
 
+@pytest.mark.thorough
 def test_a_cancelled_publisher_says_so_and_can_be_submitted_again(slurm: Slurm, home: Path) -> None:
     desk = new_desk(home)
     job = submit(desk)
@@ -149,6 +157,7 @@ def test_a_cancelled_publisher_says_so_and_can_be_submitted_again(slurm: Slurm, 
     assert (desk.state().phase, desk.state().tries) == ("published", 2)
 
 
+@pytest.mark.thorough
 def test_a_requeued_publisher_goes_on_where_it_was(slurm: Slurm, home: Path) -> None:
     desk = new_desk(home)
     first = f"step=weights+pid={desk.folder}/begun+sleep"

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm import CPUS, Slurm
+from slurm import Slurm
 from small_job import STEPS, began_s, command, environ, is_scheduling_known, ledger, noted_s, wait_until
 
 from headway.accounting.rules import Bucket
@@ -26,7 +26,7 @@ def test_a_jobs_wait_in_the_queue_is_in_its_ledger(slurm: Slurm, home: Path) -> 
     before_s = int(time.time())
     job = submit(slurm, home, environ=FAR_AWAY)
     submitted_s = time.time()
-    time.sleep(3)
+    wait_until(lambda: time.time() > slurm.eligible_s(job) + 2)
     freed_s = int(time.time())
     slurm.cancel(filler)
     finish(slurm, home, job)
@@ -86,10 +86,13 @@ def test_a_requeued_job_stays_one_job_and_its_second_wait_is_recovery(slurm: Slu
     assert recovery_ns >= held_back_ns + (started_s - eligible_s) * S
 
 
+@pytest.mark.thorough
 def test_a_restart_inside_the_allocation_has_no_second_wait(slurm: Slurm, home: Path) -> None:
-    (home / "enough").touch()
-    dies, lives = (shlex.join(["srun", "--ntasks=2", *command(home, *more)]) for more in ([STEPS // 2], []))
-    job = slurm.submit(f"{dies}\n{lives}", "--ntasks=2", environ=environ(home, SLURM_CONF=str(slurm.config)))
+    fails, lasts = (shlex.join(["srun", "--ntasks=2", *command(home, *more)]) for more in ([STEPS // 2], []))
+    job = slurm.submit(f"{fails}\n{lasts}", "--ntasks=2", environ=environ(home, SLURM_CONF=str(slurm.config)))
+    wait_until(lambda: is_scheduling_known(f"slurm-{job}"))
+    (home / "fail").touch()
+    (home / "enough").touch()  # what fails does so before it looks
     slurm.wait_for(job, "COMPLETED")
 
     told = ledger(f"slurm-{job}")
@@ -99,6 +102,7 @@ def test_a_restart_inside_the_allocation_has_no_second_wait(slurm: Slurm, home: 
     assert told.buckets[Bucket.RECOVER_DETECTION] > 0
 
 
+@pytest.mark.thorough
 def test_times_are_right_in_every_time_zone_and_format(slurm: Slurm) -> None:
     job = slurm.submit("true", "--begin=now+2")
     slurm.wait_for(job, "COMPLETED")
@@ -112,13 +116,19 @@ def test_times_are_right_in_every_time_zone_and_format(slurm: Slurm) -> None:
             assert (told.t_ns, told.source) == (7, "slurm")
 
 
+@pytest.mark.thorough
 def test_each_task_of_an_array_is_a_job_with_its_own_times(slurm: Slurm, home: Path) -> None:
-    (home / "enough").touch()
-    told_path = home / "ids"
-    script = f'echo "$SLURM_ARRAY_TASK_ID $SLURM_JOB_ID" >>{told_path}\n{shlex.join(["srun", *command(home)])}'
-    options = ("--array=0-1", f"--ntasks={CPUS}", "--cpus-per-task=1")
+    told_path, task = home / "ids", "$SLURM_ARRAY_TASK_ID"
+    for number in "01":
+        (home / number).mkdir()
+    train = shlex.join(command(home / "NUMBER")).replace("NUMBER", task)  # which the shell expands
+    script = f'echo "{task} $SLURM_JOB_ID" >>{told_path}\nsrun {train}'
+    options = ("--array=0-1", "--ntasks=1", "--exclusive")
     array = slurm.submit(f"export HEADWAY_HOME={home}\n{script}", *options)
-    wait_until(lambda: told_path.exists() and len(told_path.read_text().splitlines()) == 2)
+    for number in "01":
+        wait_until(lambda number=number: is_scheduling_known(f"slurm-{array}_{number}"))
+        (home / number / "enough").touch()
+    wait_until(lambda: len(told_path.read_text().splitlines()) == 2)
     tasks = dict(line.split() for line in told_path.read_text().splitlines())
     # One of the tasks has the array's own id: asked for it, scontrol tells of the whole array.
     assert array in tasks.values()
@@ -126,8 +136,8 @@ def test_each_task_of_an_array_is_a_job_with_its_own_times(slurm: Slurm, home: P
         slurm.wait_for(job, "COMPLETED")
 
     assert sorted(jobs_in(home)) == [f"slurm-{array}_0", f"slurm-{array}_1"]
-    for task, job in tasks.items():
-        told = ledger(f"slurm-{array}_{task}")
+    for number, job in tasks.items():
+        told = ledger(f"slurm-{array}_{number}")
         assert told.begin_ns == slurm.eligible_s(job) * S
         assert told.buckets[Bucket.START_SCHEDULING] == (slurm.started_s(job) - slurm.eligible_s(job)) * S
 

@@ -32,12 +32,14 @@ def test_a_job_finds_what_it_was_submitted_with(slurm: Slurm) -> None:
     assert found["Slurm early signal"][0] == "unknown"
 
 
+@pytest.mark.thorough
 def test_a_job_finds_the_signal_that_its_script_asks_for(slurm: Slurm) -> None:
     found = told(slurm, f"#SBATCH --time=10 --signal=B:USR1@60\n{LOOK}", "--requeue")
     assert found["Slurm early signal"] == ["good", "--signal=B:USR1@60"]
     assert found["Slurm requeue"] == ["good", "Requeue=1"]
 
 
+@pytest.mark.thorough
 def test_what_srun_starts_needs_no_signal_of_its_own(slurm: Slurm) -> None:
     found = told(slurm, LOOK.replace("exec", "srun --quiet", 1), "--time=10")
     assert "Slurm early signal" not in found

@@ -30,18 +30,25 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_told_times_are_in_the_ledger_to_the_nanosecond(home: Path, form: str) -> None:
-    now = int(time.time())
-    write = FORMS[form]
-    # A zone of the machine's own must not matter.
-    assert train(home, HEADWAY_ELIGIBLE=write(now - 300), HEADWAY_ALLOCATED=write(now - 100), TZ="FAR-14") == ""
+def test_times_are_read_in_every_form(form: str) -> None:
+    write, extra_ns = FORMS[form], S // 4 if "fraction" in form else 0
+    known = scheduled({}, write(1794787200), write(1794787400), 7)
+    assert known is not None
+    assert known.eligible_wall_ns == 1794787200 * S + extra_ns
+    assert known.allocated_wall_ns == 1794787400 * S + extra_ns
+
+
+def test_told_times_are_in_the_ledger_to_the_nanosecond(home: Path) -> None:
+    now, write = int(time.time()), FORMS["iso in india"]
+    # The machine's own time zone must not matter.
+    given = {"HEADWAY_ELIGIBLE": write(now - 300), "HEADWAY_ALLOCATED": write(now - 100), "TZ": "FAR-14"}
+    assert train(home, cold=True, **given) == ""
 
     told = ledger()
-    extra_ns = S // 4 if "fraction" in form else 0
     assert told.notes == []
-    assert told.begin_ns == (now - 300) * S + extra_ns
+    assert told.begin_ns == (now - 300) * S
     assert told.buckets[Bucket.START_SCHEDULING] == 200 * S
-    assert told.buckets[Bucket.START_HARDWARE_SETUP] == start_ns(told) - (now - 100) * S - extra_ns
+    assert told.buckets[Bucket.START_HARDWARE_SETUP] == start_ns(told) - (now - 100) * S
     assert start_ns(told) <= began_s(home) * S
 
 
@@ -68,8 +75,11 @@ def test_a_time_that_cannot_be_read_is_refused_with_the_way_to_write_it(text: st
         assert len(str(refused.value)) < 200
 
 
-@pytest.mark.parametrize("text", ["2026-11-16T00:00:00", "soon", "9" * 400])
-@pytest.mark.parametrize("name", ["HEADWAY_ELIGIBLE", "HEADWAY_ALLOCATED"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("HEADWAY_ELIGIBLE", "2026-11-16T00:00:00"), ("HEADWAY_ALLOCATED", "9" * 400)],
+    ids=["no zone", "long"],
+)
 def test_a_time_that_cannot_be_read_is_said_once_and_the_job_goes_on(home: Path, name: str, text: str) -> None:
     told_well = {"HEADWAY_ELIGIBLE": "1794787200", "HEADWAY_ALLOCATED": "1794787200"}
     [line] = train(home, **(told_well | {name: text})).splitlines()

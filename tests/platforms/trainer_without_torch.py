@@ -1,5 +1,7 @@
 """The training script of the platforms' tests: trains until a file `enough` appears, and goes on from its checkpoint.
 
+With a third argument, the first attempt fails at that step or later, as soon as a file `fail` appears.
+
 It notes in a file of its own when it began and when each step was done, so that the ledger can be held against it.
 """
 
@@ -10,7 +12,7 @@ from pathlib import Path
 import headway
 
 folder, least_steps = Path(sys.argv[1]), int(sys.argv[2])
-dies_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
+fails_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
 begin_s = time.time()
 run = headway.current()
 checkpoint, stopwatch = folder / f"checkpoint-{run.rank}", open(folder / f"stopwatch-{run.rank}", "a", buffering=1)
@@ -31,8 +33,8 @@ def batches():
 
 for step, _ in run.steps(batches(), start=first):
     time.sleep(0.02)
-    if step == dies_at and not first:
-        raise RuntimeError("the journey wants it so")
+    if fails_at is not None and step >= fails_at and not first and (folder / "fail").exists():
+        raise RuntimeError("the test wants it so")
     (folder / f"new-{run.rank}").write_text(str(step + 1))
     (folder / f"new-{run.rank}").replace(checkpoint)
     run.checkpoint_saved()
