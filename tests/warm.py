@@ -231,6 +231,7 @@ def run_and_exit(argv: list[str]) -> NoReturn:
         if code and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code, interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()  # type: ignore[attr-defined]
