@@ -1,4 +1,4 @@
-"""A program that compiles, for tests: says what it found in one line of JSON. Run as a process of its own."""
+"""A program for tests that compiles and prints what it found as one line of JSON. It runs in its own process."""
 
 import json
 import os
@@ -51,9 +51,17 @@ def train(model: nn.Module, compiled: Any) -> list[float]:
     return losses
 
 
+def at_a_file(meets: str | bool) -> dict[str, Any]:
+    """How ranks meet at a file; nothing if a launcher has told them where."""
+    if meets is True:
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return {"init_method": f"file://{meets}", "rank": rank, "world_size": size}
+
+
 def main(told: dict[str, Any]) -> dict[str, Any]:
     if told.get("meets"):
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **at_a_file(told["meets"]))
     torch.manual_seed(0)
     model = Inherits() if told.get("inherits") else Small()
     for store in told.get("before", []):
@@ -63,9 +71,8 @@ def main(told: dict[str, Any]) -> dict[str, Any]:
     if told.get("moves_to"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = told["moves_to"]
     compiled = torch.compile(model, backend=told.get("backend", "inductor"))
-    if told.get("loads"):
-        return {"losses": train(model, compiled), "key": current().compiles.key}  # type: ignore[union-attr]
-    losses = [step(compiled, torch.ones(size, 8)) for size in told.get("sizes", [4])]
+    sizes = told.get("sizes", [4])
+    losses = train(model, compiled) if told.get("loads") else [step(compiled, torch.ones(size, 8)) for size in sizes]
     if told.get("second"):
         session = current().compiles
         assert session is not None

@@ -1,4 +1,4 @@
-"""What torch works out of its own sources, worked out once: later processes find what they would work out."""
+"""Hashes of torch's own sources are computed once: later processes find what they would compute themselves."""
 
 import json
 import subprocess
@@ -7,55 +7,78 @@ from pathlib import Path
 
 import pytest
 
+import shared
+import warm
 from headway.compile.hashes import state_of
 
 pytest.importorskip("torch")
 
 PRINT = "print(codecache.torch_key().hex(), codecache.triton_key())"
 IMPORT = "from torch._inductor import codecache"
-SPARED = "codecache.build_code_hash = None"  # whoever works it out after that fails
+SPARED = "codecache.build_code_hash = None"  # from here on, computing them fails
+
+
+def program(folder: Path, *lines: str) -> str:
+    """A program that keeps hashes in this folder."""
+    begin = ["from pathlib import Path", "from headway.compile.hashes import SourceHashes"]
+    begin += [f"hashes = SourceHashes(Path({str(folder)!r}))", "hashes.load()"]
+    return "\n".join([*begin, *lines, "hashes.keep()"])
 
 
 def printed(folder: Path, *lines: str) -> str:
-    """What a process prints that keeps hashes in this folder."""
-    begin = ["from pathlib import Path", "from headway.compile.hashes import SourceHashes"]
-    begin += [f"hashes = SourceHashes(Path({str(folder)!r}))", "hashes.load()"]
-    code = "\n".join([*begin, *lines, "hashes.keep()"])
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    """What such a program prints."""
+    code = program(folder, *lines)
+    done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Where one process has kept them, and what it found."""
-    folder = tmp_path_factory.mktemp("home") / "hashes"
-    return folder, printed(folder, "hashes.give()", IMPORT, PRINT)
+@pytest.fixture
+def first() -> tuple[Path, str]:
+    """A folder in which one process has kept its hashes, and what it found."""
+    folder = shared.folder() / "kept-hashes"
+    return folder, shared.once("hashes", lambda: printed(folder, "hashes.give()", IMPORT, PRINT))
 
 
-@pytest.mark.parametrize("order", [("hashes.give()", IMPORT), (IMPORT, "hashes.give()")], ids=["before", "after"])
-def test_the_next_process_works_nothing_out(first: tuple[Path, str], order: tuple[str, str]) -> None:
+ORDERS = [
+    pytest.param(["hashes.give()", IMPORT], id="before"),
+    pytest.param([IMPORT, "hashes.give()"], id="after", marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_next_process_computes_nothing(first: tuple[Path, str], order: list[str]) -> None:
     folder, found = first
     assert printed(folder, *order, SPARED, PRINT) == found
     assert len(list(folder.iterdir())) == 1
 
 
-def test_what_torch_has_worked_out_by_then_stays(first: tuple[Path, str]) -> None:
+@pytest.mark.thorough
+def test_hashes_that_torch_has_computed_by_then_stay(first: tuple[Path, str]) -> None:
     folder, found = first
     assert printed(folder, IMPORT, PRINT, "hashes.give()", SPARED, PRINT) == 2 * found
 
 
-def test_a_torch_that_cannot_be_told_works_them_out_itself(first: tuple[Path, str], tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_a_torch_that_cannot_be_told_computes_them_itself(first: tuple[Path, str], tmp_path: Path) -> None:
     other = "for key in (codecache.torch_key, codecache.triton_key):\n    del key.set"
-    assert printed(first[0], IMPORT, other, "hashes.give()", PRINT) == first[1]
-    assert printed(tmp_path / "hashes", IMPORT, other, PRINT) == first[1]
+    again = f"hashes = SourceHashes(Path({str(tmp_path / 'hashes')!r}))\nhashes.load()"
+    assert printed(first[0], IMPORT, other, "hashes.give()", PRINT, again, PRINT) == 2 * first[1]
     assert not (tmp_path / "hashes").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"torch_key": "no", "triton_key": null}'])
-def test_a_file_that_makes_no_sense_is_written_anew(first: tuple[Path, str], tmp_path: Path, text: str) -> None:
+@pytest.mark.thorough
+def test_a_file_that_makes_no_sense_is_replaced(first: tuple[Path, str], tmp_path: Path) -> None:
     (kept,) = first[0].iterdir()
-    (tmp_path / kept.name).write_text(text)
-    assert printed(tmp_path, "hashes.give()", IMPORT, PRINT) == first[1]
-    assert json.loads((tmp_path / kept.name).read_text()) == json.loads(kept.read_text())
+    folders = [tmp_path / str(number) for number in range(4)]
+    for folder, text in zip(folders, ["", "[]", "{}", '{"torch_key": "no", "triton_key": null}'], strict=True):
+        folder.mkdir()
+        (folder / kept.name).write_text(text)
+    each = "\n".join([f"for folder in {list(map(str, folders))!r}:", "    hashes = SourceHashes(Path(folder))",
+                      "    hashes.load()", "    hashes.give()", f"    {PRINT}", "    hashes.keep()"])  # fmt: skip
+    assert printed(tmp_path / "other", IMPORT, each) == 4 * first[1]
+    for folder in folders:
+        assert json.loads((folder / kept.name).read_text()) == json.loads(kept.read_text())
 
 
 def test_a_file_that_others_could_have_written_is_not_believed(first: tuple[Path, str], tmp_path: Path) -> None:
@@ -66,7 +89,8 @@ def test_a_file_that_others_could_have_written_is_not_believed(first: tuple[Path
 
 
 def test_a_process_that_compiles_nothing_imports_nothing(tmp_path: Path) -> None:
-    assert printed(tmp_path / "hashes", "hashes.give()", "import sys", "print('torch' in sys.modules)") == "False\n"
+    code = program(tmp_path / "hashes", "hashes.give()", "import sys", "print('torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout == b"False\n"
     assert not (tmp_path / "hashes").exists()
 
 

@@ -1,4 +1,4 @@
-"""A job is tuned, its sets are pruned and stored, and the next one tunes over them: nothing changes in the program."""
+"""A job is tuned, its sets are pruned and stored, and the next job tunes over them. The program does not change."""
 
 import json
 import os
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from headway.cli import main
 
 pytest.importorskip("torch")
 
@@ -43,19 +46,15 @@ print(json.dumps({"benchmarks": counted}))
 """
 
 
-def headway(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+def run(folder: Path, job: str) -> dict[str, Any]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "TORCHIND"))}
     environ |= {
         "HEADWAY_HOME": str(folder / "home"), "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }  # fmt: skip
-    command = [sys.executable, "-m", "headway", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
-
-
-def run(folder: Path, job: str) -> dict[str, Any]:
-    store, program = str(folder / "store"), str(folder / "tuned.py")
-    done = headway(folder, "exec", "--job", job, "--compile-cache", store, sys.executable, program)
+    command = [sys.executable, "-m", "headway", "exec", "--job", job, "--compile-cache", str(folder / "store")]
+    command += [sys.executable, str(folder / "tuned.py")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -65,6 +64,7 @@ def run(folder: Path, job: str) -> dict[str, Any]:
 def test_the_next_job_tunes_a_triton_kernel_over_the_configs_that_were_kept(tmp_path: Path) -> None:
     (tmp_path / "tuned.py").write_text(TRITON)
     assert run(tmp_path, "one")["benchmarks"] == 6
-    told = headway(tmp_path, "compile", "autotune", "one", "--regret", "1000", "--apply")
-    assert told.returncode == 0, told.stderr
+    environ = {"HEADWAY_HOME": str(tmp_path / "home")}
+    told = CliRunner().invoke(main, ["compile", "autotune", "one", "--regret", "1000", "--apply"], env=environ)
+    assert told.exit_code == 0, told.output
     assert run(tmp_path, "two")["benchmarks"] < 6

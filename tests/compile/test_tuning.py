@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+import inductor
+import shared
+import warm
 from headway.compile.autotune import Benchmark, Timings, regret_of, smallest, timings_in
 from headway.compile.tuning import INDUCTOR, TRITON, Tuning, triton_config
 
@@ -135,12 +138,14 @@ tell()
 """
 
 
-def ran(folder: Path, program: str, configs: dict[str, list[str]], **environ: str) -> dict[str, Any]:
+def ran(
+    folder: Path, program: str, configs: dict[str, list[str]], imports: tuple[str, ...] = (), **environ: str
+) -> dict[str, Any]:
     """What a program tells that tunes under these sets."""
     path = folder / "program.py"
     path.write_text(HEAD + program)
-    done = subprocess.run(
-        [sys.executable, path, json.dumps(configs)],
+    done = warm.run(
+        [sys.executable, str(path), json.dumps(configs)], imports=imports,
         capture_output=True, text=True, timeout=280, cwd=folder, env={**os.environ, **environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -162,10 +167,12 @@ def kernels(folder: Path, configs: dict[str, list[str]], program: str = KERNELS 
     return ran(folder, program, configs, TRITON_INTERPRET="1")
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture
+def first(tmp_path: Path) -> dict[str, Any]:
+    """What a program told that tuned without sets. It runs once per test run."""
     pytest.importorskip("triton")
-    return kernels(tmp_path_factory.mktemp("first"), {})
+    told: dict[str, Any] = json.loads(shared.once("tuned", lambda: json.dumps(kernels(tmp_path, {}))))
+    return told
 
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("g++")]
@@ -202,6 +209,7 @@ def test_a_set_of_one_is_not_benchmarked_at_all(first: dict[str, Any], tmp_path:
     assert "add" not in told["benchmarks"]
 
 
+@pytest.mark.thorough
 def test_sets_that_no_longer_fit_are_left_alone(first: dict[str, Any], tmp_path: Path) -> None:
     found = tables(first)
     large = "triton.Config({'BLOCK': 1024}, num_warps=2, num_stages=3)"
@@ -212,7 +220,8 @@ def test_sets_that_no_longer_fit_are_left_alone(first: dict[str, Any], tmp_path:
     assert kernels(tmp_path, gone)["benchmarks"] == first["benchmarks"]
 
 
-def test_a_kernel_whose_source_has_changed_is_tuned_anew(first: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_a_kernel_whose_source_has_changed_is_tuned_again(first: dict[str, Any], tmp_path: Path) -> None:
     found = tables(first)
     kept = {table.kernel: table.configs[:1] for table in (found["add"], found["twice"])}
     changed = KERNELS.replace("tl.load(x + at, mask=at < n) + tl.load", "tl.load(x + at, mask=at < n) + 1 * tl.load")
@@ -222,6 +231,7 @@ def test_a_kernel_whose_source_has_changed_is_tuned_anew(first: dict[str, Any], 
     assert tables(told)["add"].kernel != found["add"].kernel
 
 
+@pytest.mark.thorough
 def test_a_key_for_which_all_kept_configs_are_too_large_gets_the_others(first: dict[str, Any], tmp_path: Path) -> None:
     twice = tables(first)["twice"]
     assert "pre_hook=too_large" in twice.configs[1]
@@ -252,8 +262,13 @@ tell(put=put, back=[vars(module.Autotuner)[name] is was for name, was in zip(nam
 # --- inductor --------------------------------------------------------------------------------------------------------
 
 
+def choices(folder: Path, configs: dict[str, list[str]], cache: str) -> dict[str, Any]:
+    environ = inductor.environ() | {"TORCHINDUCTOR_CACHE_DIR": str(folder / cache)}
+    return ran(folder, CHOICES, configs, (inductor.__name__,), **environ)
+
+
 def test_inductors_choices_are_heard_and_the_next_run_benchmarks_fewer(tmp_path: Path) -> None:
-    told = ran(tmp_path, CHOICES, {}, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "first"))
+    told = choices(tmp_path, {}, "first")
     assert told["said"] == []
     op = "headway_test::rows_autotuned"
     assert told["benchmarks"] == {"bmm": [2, 2, 2], op: [4, 4, 4]}  # the third had its times from torch's cache
@@ -265,7 +280,7 @@ def test_inductors_choices_are_heard_and_the_next_run_benchmarks_fewer(tmp_path:
     assert bmm.seconds > 0
     kept = {bmm.kernel: smallest(bmm, 1e9), rows.kernel: rows.configs[:2]}
     assert len(kept[bmm.kernel]) == 1
-    again = ran(tmp_path, CHOICES, kept, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "second"))
+    again = choices(tmp_path, kept, "second")
     assert again["said"] == []
     assert told["right"] == [True] * 3
     assert again["right"] == [True] * 2
@@ -400,7 +415,7 @@ def test_neither_library_is_imported_for_it() -> None:
         "import sys, headway.compile.tuning as t; t.Tuning(print, print).apply({'k': ['c']});"
         "print({'torch', 'triton'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "set()\n", done.stderr
 
 
