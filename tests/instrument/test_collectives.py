@@ -2,21 +2,18 @@
 
 import json
 import os
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import run
+from running import PATIENCE_S, begin_train, plain
 
 from headway.cli.source import marks_of
 from headway.events.job import JobReader
 from headway.events.vocabulary import Told
-from headway.paths import JobPaths, jobs_in
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+from headway.paths import JobPaths
 
 HEAD = """
 import json, os, sys
@@ -36,7 +33,8 @@ def step():
 def say(**told):
     sys.stdout.write(json.dumps(told) + "\\n")  # at once: the other rank writes, too
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", init_method=f"file://{os.environ['HEADWAY_HOME']}/store",
+                        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 rank, world = dist.get_rank(), dist.get_world_size()
 """
 
@@ -46,20 +44,29 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def write(folder: Path, body: str, head: str = HEAD) -> Path:
+def write(folder: Path, body: str) -> Path:
     script = folder / "train.py"
-    script.write_text(head + textwrap.dedent(body))
+    script.write_text(HEAD + textwrap.dedent(body))
     return script
 
 
-def ranks(home: Path, *command: str | Path) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]], str]:
+def ranks(home: Path, script: Path, size: int = 2) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]], str]:
     """What each rank's journal holds, what each rank printed, and what went wrong, after a run under `headway exec`."""
-    done = run(*map(str, command), timeout=120)
-    assert done.returncode == 0, done.stderr
-    (job,) = jobs_in(home)
-    marks = marks_of(JobReader(JobPaths(home, job))).values()
+    running = [
+        begin_train(str(script), options=("--job", "job"), env=os.environ | place_of(rank, size))
+        for rank in range(size)
+    ]
+    printed, errors = zip(*(process.communicate(timeout=PATIENCE_S) for process in running), strict=True)
+    assert [process.returncode for process in running] == [0] * size, "".join(errors)
+    marks = marks_of(JobReader(JobPaths(home, "job"))).values()
     told = [[mark.attrs for mark in each if mark.name == Told.COLLECTIVE] for each in marks]
-    return [each for each in told if each], [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+    said = [json.loads(line) for line in "".join(printed).splitlines()]
+    return [each for each in told if each], said, "".join(errors)
+
+
+def place_of(rank: int, size: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
 
 
 def count(told: list[dict[str, Any]], op: str, **attrs: Any) -> tuple[int, int]:
@@ -92,7 +99,7 @@ def test_every_operation_is_told_once_with_its_site_and_as_the_groups_count(home
         dist.destroy_process_group()
         """,
     )
-    told, said, _ = ranks(home, *TORCHRUN, script)
+    told, said, _ = ranks(home, script)
     before = [each["before"] for each in said if "before" in each]
     assert len(told) == len(before) == 2
     for mine in told:
@@ -128,7 +135,7 @@ def test_groups_are_told_with_their_ranks_and_for_what_they_were_made(home: Path
         step()
         """,
     )
-    told, _, _ = ranks(home, *TORCHRUN, script)
+    told, _, _ = ranks(home, script)
     for rank, mine in enumerate(sorted(told, key=lambda mine: [each["ranks"] == [1] for each in mine])):
         made = [each for each in mine if each["op"] in ("init_process_group", "new_group")]
         both = [each for each in made if each["ranks"] == [0, 1]]
@@ -158,7 +165,7 @@ def test_what_cpp_sends_for_ddp_and_for_dtensors_is_seen(home: Path, tmp_path: P
         optimizer.step()
         """,
     )
-    told, said, _ = ranks(home, *TORCHRUN, script)
+    told, said, _ = ranks(home, script)
     for mine in told:
         early = [each for each in mine if not each["step"] and each["op"] != "init_process_group"]
         assert sum(each["count"] for each in early) == said[0]["before"]["0"]
@@ -176,7 +183,7 @@ def test_what_cpp_sends_for_ddp_and_for_dtensors_is_seen(home: Path, tmp_path: P
 
 
 def test_a_program_that_never_steps_tells_at_its_end(home: Path, tmp_path: Path) -> None:
-    told, _, _ = ranks(home, *TORCHRUN, write(tmp_path, "dist.barrier()\ndist.destroy_process_group()"))
+    told, _, _ = ranks(home, write(tmp_path, "dist.barrier()\ndist.destroy_process_group()"))
     assert [count(mine, "barrier") for mine in told] == [(1, 1), (1, 1)]
 
 
@@ -189,7 +196,7 @@ def test_a_program_that_sends_for_ever_and_never_steps_is_listened_to_for_a_whil
         dist.barrier()
     say(left=type(dist.ProcessGroup.barrier) is stock)
     """
-    told, said, _ = ranks(home, *TORCHRUN, write(tmp_path, body))
+    told, said, _ = ranks(home, write(tmp_path, body))
     assert [count(mine, "barrier") for mine in told] == [(10, 10), (10, 10)]
     assert said == [{"left": True}] * 2
 
@@ -203,10 +210,7 @@ def test_a_group_that_is_destroyed_goes(home: Path, tmp_path: Path) -> None:
     gc.collect()
     say(gone=gone() is None)
     """
-    assert ranks(home, *TORCHRUN, write(tmp_path, body))[1] == [{"gone": True}] * 2
-
-
-ALONE = HEAD.replace('("gloo")', '("gloo", rank=0, world_size=1, store=dist.HashStore())')
+    assert ranks(home, write(tmp_path, body))[1] == [{"gone": True}] * 2
 
 
 def test_a_torch_that_does_not_count_and_has_no_flight_recorder_is_measured_all_the_same(
@@ -222,7 +226,7 @@ def test_a_torch_that_does_not_count_and_has_no_flight_recorder_is_measured_all_
     nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
     step()
     """
-    ((mine,), _, errors) = ranks(home, sys.executable, write(tmp_path, body, ALONE))
+    ((mine,), _, errors) = ranks(home, write(tmp_path, body), size=1)
     assert count(mine, "all_gather_object") == (2, 1)
     assert count(mine, "_broadcast_coalesced") == (1, 1)
     assert "headway" not in errors
@@ -236,7 +240,7 @@ def test_what_cannot_be_named_is_counted(home: Path, tmp_path: Path) -> None:
     all_reduce(torch.ones(1), "sum", dist.group.WORLD).wait()
     step()
     """
-    ((mine,), _, _) = ranks(home, sys.executable, write(tmp_path, body, ALONE))
+    ((mine,), _, _) = ranks(home, write(tmp_path, body), size=1)
     assert count(mine, "unseen") == (1, 1)
 
 
@@ -252,7 +256,7 @@ def test_a_tensor_that_hides_its_size_costs_the_hook_and_not_the_job(home: Path,
     dist.all_reduce(torch.ones(2))
     say(sum=float(tensor.sum()))
     """
-    ((mine,), said, errors) = ranks(home, sys.executable, write(tmp_path, body, ALONE))
+    ((mine,), said, errors) = ranks(home, write(tmp_path, body), size=1)
     assert said == [{"sum": 2.0}]
     assert "ProcessGroup.allreduce is switched off (ValueError: no size)" in errors
     assert sum(each["count"] for each in mine if each["op"] in ("all_reduce", "allreduce")) == 2
@@ -280,10 +284,11 @@ def test_groups_that_are_written_in_python_work_as_ever(home: Path, tmp_path: Pa
     own, ones = Own(), [torch.ones(1)]
     say(reduced=own.allreduce(ones).wait(), others=[outcome(own.barrier), outcome(lambda: own.broadcast(ones))])
     """
-    script = write(tmp_path, body, ALONE)
-    _, (measured,), _ = ranks(home, sys.executable, script)
-    plain = run(sys.executable, str(script), env=os.environ | {"HEADWAY_DISABLE": "1"})
-    assert json.loads(plain.stdout) == measured
+    script = write(tmp_path, body)
+    _, (measured,), _ = ranks(home, script, size=1)
+    (home / "store").unlink()
+    without = plain(str(script), env=os.environ | place_of(0, 1))
+    assert json.loads(without.stdout) == measured
     assert measured["reduced"] is True
 
 
@@ -307,7 +312,7 @@ def test_an_embedding_collection_is_seen_to_gather_each_table(home: Path, tmp_pa
     DistributedModelParallel(model, device=torch.device("cpu"), plan=ShardingPlan({"0": mine}), sharders=[sharder])
     step()
     """
-    told, _, _ = ranks(home, *TORCHRUN, write(tmp_path, body))
+    told, _, _ = ranks(home, write(tmp_path, body))
     for mine in told:
         (gathered,) = [each for each in mine if each["op"] == "all_gather_object"]
         assert (gathered["count"], gathered["calls"]) == (8, 4)
@@ -326,7 +331,7 @@ def test_groups_that_headway_makes_are_told_as_well(home: Path, tmp_path: Path) 
         step()
         """,
     )
-    told, _, errors = ranks(home, *TORCHRUN, script)
+    told, _, errors = ranks(home, script)
     made = [each["ranks"] for mine in told for each in mine if "process_group" in each["through"]]
     assert sorted(made) == [[0], [1]]
     assert "headway" not in errors
@@ -344,5 +349,5 @@ def test_the_first_step_after_a_restore_ends_the_start_too(home: Path, tmp_path:
         say(left=left)
         """,
     )
-    _, said, _ = ranks(home, *TORCHRUN, script)
+    _, said, _ = ranks(home, script)
     assert [each["left"] for each in said] == [[], []]

@@ -1,11 +1,12 @@
 """Data workers that start early give the batches that they would have given, and leave no trace where they cannot."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import python
+from running import python, train
 
 from headway.events.journal import Follower
 from headway.events.vocabulary import LoopBegin, Mark, StepRun, Told
@@ -170,12 +171,14 @@ if __name__ == "__main__":
 """
 
 
-def outcome_of(folder: Path, job: str, fast: str, *words: str) -> Any:
-    """What the script prints."""
+def outcome_of(folder: Path, job: str, fast: bool, *words: str, text: str = SCRIPT) -> Any:
+    """What the script prints, with all items of a fast start or without one."""
     script = folder / "script.py"
-    script.write_text(SCRIPT)
-    settings = {"HEADWAY_JOB": job, **({"HEADWAY_FAST_START": fast} if fast else {})}
-    return json.loads(python(str(script), *words, environ=settings, timeout=240))
+    script.write_text(text)
+    environ = os.environ | ({"HEADWAY_FAST_START": "all"} if fast else {})
+    done = train(str(script), *words, options=("--job", job), fast=fast, env=environ, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def records(home: Path, job: str) -> list[Any]:
@@ -185,11 +188,11 @@ def records(home: Path, job: str) -> list[Any]:
 def told(home: Path, job: str) -> list[tuple[bool, str]]:
     """What became of each loader."""
     marks = [record for record in records(home, job) if isinstance(record, Mark) and record.name == Told.FAST_START]
-    return [(mark.attrs["on"], mark.attrs["why"]) for mark in marks]
+    return [(mark.attrs["on"], mark.attrs["why"]) for mark in marks if mark.attrs["item"] == "loader"]
 
 
 def test_batches_and_random_states_are_the_same_whether_workers_start_early_or_not(home: Path) -> None:
-    early, stock = outcome_of(home, "early", "loader"), outcome_of(home, "stock", "")
+    early, stock = outcome_of(home, "early", True), outcome_of(home, "stock", False)
     assert early.keys() == stock.keys()
     for case, outcome in stock.items():
         assert early[case] == outcome, case
@@ -209,24 +212,24 @@ def test_batches_and_random_states_are_the_same_whether_workers_start_early_or_n
 
 
 def test_an_item_that_cannot_be_had_is_the_same_error(home: Path) -> None:
-    early, stock = outcome_of(home, "early", "loader", "errs"), outcome_of(home, "stock", "", "errs")
+    early, stock = outcome_of(home, "early", True, "errs"), outcome_of(home, "stock", False, "errs")
     assert early == stock == "ValueError: item 0 is bad"
     assert told(home, "early") == [(True, "its workers were started when it was made")]
 
 
 def test_the_program_can_still_say_how_its_processes_start(home: Path) -> None:
-    assert outcome_of(home, "early", "loader", "settles") == "spawn"
+    assert outcome_of(home, "early", True, "settles") == "spawn"
     assert told(home, "early") == [(False, "its sampler or its dataset has changed since")]
 
 
 def test_a_program_that_ends_without_asking_leaves_no_workers(home: Path) -> None:
-    pids = outcome_of(home, "early", "loader", "ends")
+    pids = outcome_of(home, "early", True, "ends")
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_steps_are_counted_as_ever_and_workers_that_nobody_asked_for_end_with_the_first(home: Path) -> None:
-    early, stock = outcome_of(home, "early", "loader", "trains"), outcome_of(home, "stock", "", "trains")
+    early, stock = outcome_of(home, "early", True, "trains"), outcome_of(home, "stock", False, "trains")
     assert early[3] == stock[3]
     assert (early[0], stock[0]) == (4, 0)
     assert early[1:3] == stock[1:3]
@@ -241,12 +244,13 @@ def test_steps_are_counted_as_ever_and_workers_that_nobody_asked_for_end_with_th
 
 
 def test_only_the_first_loader_is_started_early(home: Path) -> None:
-    path = home / "two.py"
-    path.write_text(SCRIPT.replace("early_loaders.LOADERS = 1000", ""))
-    python(str(path), "trains", environ={"HEADWAY_JOB": "two", "HEADWAY_FAST_START": "loader"}, timeout=240)
+    outcome_of(home, "two", True, "trains", text=SCRIPT.replace("early_loaders.LOADERS = 1000", ""))
     assert "another one was before it" in [why for _, why in told(home, "two")]
 
 
-@pytest.mark.parametrize("items", ["", "imports,groups"])
-def test_without_the_item_nothing_is_started(items: str, home: Path) -> None:
-    assert outcome_of(home, "off", items, "trains")[0] == 0
+@pytest.mark.thorough
+def test_without_the_item_nothing_is_started(home: Path) -> None:
+    script = home / "script.py"
+    script.write_text(SCRIPT)
+    environ = {"HEADWAY_JOB": "off", "HEADWAY_FAST_START": "imports,groups"}
+    assert json.loads(python(str(script), "trains", environ=environ, timeout=280))[0] == 0

@@ -152,6 +152,7 @@ def test_a_dataset_class_that_travels_arrives_without_the_hook(home: Path) -> No
 # --- doctor --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_doctor_lists_every_hook_and_finds_them_all_in_place(home: Path) -> None:
     done = subprocess.run([*HEADWAY, "doctor", "--json"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
