@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import warm
@@ -19,6 +20,7 @@ IMPORTS = (
     "forking", "torch.distributed.checkpoint", "torch.export", "torch.testing", "safetensors", "headway.cli.publish",
     "headway.observe.summary", "headway.publish.checks", "headway.publish.publisher", "headway.publish.ready",
     "headway.publish.shards", "headway.publish.weights", "headway.run",
+    *(name for name in ("s3fs", "aiobotocore.session") if find_spec(name.partition(".")[0])),
 )  # fmt: skip
 """`headway`, to be run by `warm`, and what the server imports for it."""
 

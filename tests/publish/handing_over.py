@@ -59,7 +59,7 @@ def main(folder: str, how: str) -> None:
     runner = os.environ.get("RUNNER", "local")
     what = headway.Publish("safetensors", to=f"{folder}/../published", runner=runner)
     if how == "export":
-        what = headway.Publish("export", model=f"{__file__}:served", to=f"{folder}/../published")
+        what = headway.Publish("export", model=f"{__file__}:served", to=f"{folder}/../published", runner=runner)
     if how == "no such recipe":
         what = headway.Publish("missing.py:publish")
     if how == "without a checkpointer":

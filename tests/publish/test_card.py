@@ -170,15 +170,15 @@ def test_the_code_for_weights_loads_them(tmp_path: Path) -> None:
     save_file(state, tmp_path / "one" / "model.safetensors")
     for number, (name, tensor) in enumerate(state.items(), 1):
         save_file({name: tensor}, tmp_path / "many" / f"model-{number:05d}-of-00002.safetensors")
+    script = "import sys, torch\n"
     for folder in ("one", "many"):
         names = [path.relative_to(tmp_path).as_posix() for path in (tmp_path / folder).iterdir()]
         (told,) = code(card(manifest(files={name: {"bytes": 1, "xxh3": ""} for name in names})))
-        script = f"import sys, torch\nmodel = torch.nn.Linear(3, 2)\n{told}\nprint(model.bias.tolist())\n"
-        script += "assert 'headway' not in sys.modules"
-        ran = subprocess.run(
-            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
-        )
-        assert ast.literal_eval(ran.stdout) == layer.bias.tolist()
+        script += f"model = torch.nn.Linear(3, 2)\n{told}\nprint(model.bias.tolist())\n"
+    script += "assert 'headway' not in sys.modules"
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert [ast.literal_eval(line) for line in ran.stdout.splitlines()] == [layer.bias.tolist()] * 2
 
 
 def test_the_card_needs_no_torch() -> None:

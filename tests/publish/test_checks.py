@@ -1,7 +1,6 @@
 """Checks find what differs, and say what."""
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,8 +10,8 @@ import numpy
 import pytest
 import torch
 from small_models import Clicks, Line, Point, PointLine, anchored, clicks, clicks_batch
+from timing import warm_timing  # noqa: F401
 
-import warm
 from headway.publish import checks
 from headway.publish.checks import finite, nonfinite, parity, same_signature, similar_latency, similar_size, user_check
 from headway.publish.out import Check, Out
@@ -180,25 +179,12 @@ def test_sizes_are_told() -> None:
 # --- latency ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def warm_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions are timed in a process that has imported torch already, and less often."""
-    with_warm = SimpleNamespace(run=timed_in_warm_process, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(checks, "subprocess", with_warm)
-
-
-def timed_in_warm_process(command: list[str], **settings: Any) -> Any:
-    """Run `python -c …` as `checks` does, with fewer rounds."""
-    fewer = f"import {checks.__name__} as checks; checks._ROUNDS_S, checks._TRIES = 0.2, 2"
-    return warm.run([*command[:2], f"{fewer}; {command[2]}", *command[3:]], imports=["torch.export"], **settings)
-
-
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Out]:
-    """Versions with a program each: one works once, the other 200 times. Their batches are of the user's type."""
+    """Versions with a program each: one works once, the other 60 times. Their batches are of the user's type."""
     folder, outs = tmp_path_factory.mktemp("lines"), {}
     anchor = anchored(folder, Line())
-    for name, times in (("fast", 1), ("slow", 200)):
+    for name, times in (("fast", 1), ("slow", 60)):
         outs[name] = Out(folder / name)
         batches = [(Point(torch.rand(4, 3)),), (Point(torch.rand(5, 3)),)]
         export(anchor, outs[name], Served(PointLine(times), batches))
@@ -256,6 +242,7 @@ def test_a_version_before_with_other_inputs_is_no_failure(lines: dict[str, Out],
     assert "does not run here" in found.told
 
 
+@pytest.mark.usefixtures("warm_timing")
 def test_a_version_that_runs_only_in_its_publisher_is_told(
     lines: dict[str, Out], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

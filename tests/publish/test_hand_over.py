@@ -211,9 +211,7 @@ def test_a_login_in_a_url_is_not_told(place: Place) -> None:
 
 
 def test_the_program_is_served_by_a_process_that_knows_neither_headway_nor_the_model(place: Place) -> None:
-    assert trained(place, "export").returncode == 0
-    state = published(place)
-    assert state["phase"] == "published", state
+    trained_and_published(place, "export")
     program = f"""
 import sys, torch
 folder = sys.argv[1]

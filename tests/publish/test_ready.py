@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import Clicks, Line, anchored, clicks, clicks_batch
+from timing import warm_timing  # noqa: F401
 from torch import nn
 
 from headway.errors import InputError
@@ -119,6 +120,7 @@ def test_small_tensors_of_the_package_can_be_replaced(published: Any) -> None:
     assert "last_bias" in known, "a bias of two numbers is compiled in, unless that is forbidden"
 
 
+@pytest.mark.usefixtures("warm_timing")
 def test_a_version_compared_with_itself_passes(published: Any) -> None:
     out = published.out
     size = sum(path.stat().st_size for path in out.files().values())
@@ -130,6 +132,8 @@ def test_a_version_compared_with_itself_passes(published: Any) -> None:
     assert "package/model.pt2 takes" in found["latency"].told
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("warm_timing")
 @pytest.mark.needs("g++")
 def test_a_package_before_that_kills_its_process_is_told_and_no_failure(published: Any, tmp_path: Path) -> None:
     import shutil

@@ -14,6 +14,7 @@ import pytest
 from worker_on_command import supervisor
 
 from headway.errors import InputError, PlatformError
+from headway.publish import runners
 from headway.publish.request import Desk, Publish, Request, open_desk
 from headway.publish.runners import (
     ALLOCATIONS,
@@ -103,7 +104,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.thorough), "headway run"])
+@pytest.mark.parametrize(
+    "launcher", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("python", "torchrun")), "headway run"]
+)
 def test_a_publisher_outlives_its_trainer_and_holds_none_of_its_pipes(desk: Desk, launcher: str) -> None:
     trainer = train(desk, *LAUNCHERS[launcher])
     said, problems = trainer.communicate(timeout=LIMIT_S)  # to the end of its pipes: nobody else holds them
@@ -138,6 +141,7 @@ def test_a_publisher_is_no_rank_and_runs_where_the_trainer_did(desk: Desk, monke
     ranks = {"RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "TORCHELASTIC_RUN_ID": "x", "HEADWAY_BOARD": "/b"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(runners, "LEAVES_S", 0)  # this process stays
     pipe, other = os.pipe()
     os.set_inheritable(other, True)
     where = runner_named("local").submit(desk.request, desk, [sys.executable, "-c", REPORT, str(report)])
