@@ -105,7 +105,6 @@ CASES = {
     "sampler's generator seeded": (otherwise, lambda loader: loader.sampler.generator.manual_seed(8)),
     "an open file": (lambda: made(kind=Reading), None),
     "made in a thread": (in_a_thread, None),
-    "not forked": (lambda: made(multiprocessing_context="forkserver"), None),
 }
 
 def digest(value):
@@ -124,6 +123,9 @@ def main():
     if sys.argv[1:]:
         return globals()[sys.argv[1]]()
     print(json.dumps({name: outcome(*case) for name, case in CASES.items()}))
+
+def not_forked():
+    print(json.dumps(outcome(lambda: made(multiprocessing_context="forkserver"), None)))
 
 def settles():
     loader = made()
@@ -207,8 +209,13 @@ def test_batches_and_random_states_are_the_same_whether_workers_start_early_or_n
         "its sampler does not draw from the loader's generator",
         "what it holds cannot be compared (TypeError: a file that is open)",
         "it is made in a thread, and a fork beside others may hang",
-        "its workers are not forked",
     ]  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_batches_are_the_same_where_workers_are_not_forked(home: Path) -> None:
+    assert outcome_of(home, "early", True, "not_forked") == outcome_of(home, "stock", False, "not_forked")
+    assert told(home, "early") == [(False, "its workers are not forked")]
 
 
 def test_an_item_that_cannot_be_had_is_the_same_error(home: Path) -> None:
@@ -217,6 +224,7 @@ def test_an_item_that_cannot_be_had_is_the_same_error(home: Path) -> None:
     assert told(home, "early") == [(True, "its workers were started when it was made")]
 
 
+@pytest.mark.thorough
 def test_the_program_can_still_say_how_its_processes_start(home: Path) -> None:
     assert outcome_of(home, "early", True, "settles") == "spawn"
     assert told(home, "early") == [(False, "its sampler or its dataset has changed since")]

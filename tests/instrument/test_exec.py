@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import HEADWAY, SITE, TELLS_EXIT_CODES, begin, end_of, run, wait_for, witnessed
+from running import HEADWAY, PATIENCE_S, SITE, TELLS_EXIT_CODES, begin, end_of, run, wait_for, witnessed
 
 from headway.cli.exec import name_of, python_path, script_of
 from headway.events.clock import start_ticks
@@ -54,7 +54,7 @@ def test_signals_to_the_pid_reach_the_command(home: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(job.pid, number)
         assert job.stdout.readline().strip() == number.name
-    assert job.wait(timeout=30) == 5
+    assert job.wait(timeout=PATIENCE_S) == 5
     job.communicate()
 
 
@@ -78,7 +78,7 @@ def test_the_command_has_no_child_it_did_not_start(home: Path) -> None:
     # A process that adopts orphans would adopt the witness.
     adopts = "import ctypes, os, sys; assert ctypes.CDLL(None).prctl(36, 1) == 0; os.execvp(sys.argv[1], sys.argv[1:])"
     words = [sys.executable, "-c", adopts, *HEADWAY, "exec", sys.executable, "-c", code]
-    assert subprocess.run(words, capture_output=True, text=True, timeout=30).stdout == "none\n"
+    assert subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S).stdout == "none\n"
     assert len(witnessed(home)) == 1
 
 
@@ -119,7 +119,7 @@ class Terminal:
             os.execvp("sh", ["sh", "-c", line])
 
     def read_until(self, text: bytes) -> bytes:
-        seen, deadline = b"", time.monotonic() + 30
+        seen, deadline = b"", time.monotonic() + PATIENCE_S
         while text not in seen:
             ready, _, _ = select.select([self.fd], [], [], max(deadline - time.monotonic(), 0))
             assert ready, seen
@@ -330,13 +330,14 @@ def test_a_script_that_names_no_shell_is_run_by_one_as_ever(home: Path) -> None:
 def test_a_program_that_is_not_python_has_a_begin_an_end_and_an_exit_code(home: Path) -> None:
     before = time.monotonic_ns()
     run("sh", "-c", "sleep 0.3; exit 7", "--token", "S3CR3T")
-    after = time.monotonic_ns()
     ((process, (gone,)),) = witnessed(home)
+    after = time.monotonic_ns()
     assert (process.role, process.program) == ("launcher", "sh")
     assert process.command == "sh -c sleep 0.3; exit 7 --token ***"
     assert before - 20_000_000 <= process.started_ns <= process.t_ns  # the kernel tells it to 10 ms
     assert isinstance(gone, ProcessGone)
-    assert process.t_ns + 250_000_000 <= gone.t_ns <= after + 50_000_000
+    assert process.t_ns < gone.t_ns <= after
+    assert gone.t_ns - process.started_ns >= 300_000_000
     if TELLS_EXIT_CODES:
         assert gone.exit_code == 7
 
@@ -355,7 +356,7 @@ def test_it_survives_what_ends_the_whole_process_group(home: Path) -> None:
     assert job.stdout is not None
     assert job.stdout.readline() == "ready\n"
     os.killpg(job.pid, signal.SIGKILL)
-    assert job.wait(timeout=30) == -signal.SIGKILL
+    assert job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     job.communicate()
     if TELLS_EXIT_CODES:
         assert end_of(home).exit_code == -signal.SIGKILL
@@ -390,17 +391,17 @@ def test_one_that_replaces_itself_is_one_command(home: Path) -> None:
 
 
 def test_a_daemon_left_behind_is_not_waited_for(home: Path) -> None:
-    began = time.monotonic()
-    done = run("sh", "-c", "sleep 20 </dev/null >/dev/null 2>&1 & echo $!; exit 4")
-    assert (done.returncode, time.monotonic() - began < 15) == (4, True)
+    done = run("sh", "-c", "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!; exit 4")
+    assert done.returncode == 4
     assert isinstance(end_of(home), ProcessGone)
     os.kill(int(done.stdout), signal.SIGKILL)
 
 
-def test_whoever_reads_the_output_waits_for_a_daemon_that_holds_it_and_not_for_the_witness(home: Path) -> None:
-    run("sh", "-c", "sleep 1 & exit 4")
-    returned = time.monotonic_ns()
-    assert end_of(home).t_ns < returned - 800_000_000
+def test_the_end_is_told_while_a_daemon_still_holds_the_output(home: Path) -> None:
+    job = begin("sh", "-c", "(until [ -e go ]; do sleep 0.05; done; echo late) & exit 4", cwd=home)
+    assert isinstance(end_of(home), ProcessGone)
+    (home / "go").touch()
+    assert job.communicate()[0] == "late\n"
 
 
 def test_an_end_that_nobody_asks_about_is_told_all_the_same(home: Path) -> None:
@@ -412,7 +413,7 @@ def test_an_end_that_nobody_asks_about_is_told_all_the_same(home: Path) -> None:
 def test_a_python_built_for_older_kernels_has_a_witness_too(home: Path) -> None:
     code = "import os; del os.pidfd_open; from headway.cli import main; main()"
     words = [sys.executable, "-P", "-c", code, "exec", "sh", "-c", "exit 7"]
-    assert subprocess.run(words, timeout=30).returncode == 7
+    assert subprocess.run(words, timeout=PATIENCE_S).returncode == 7
     assert end_of(home).exit_code in ((7,) if TELLS_EXIT_CODES else (7, None))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from headway.accounting.attempts import Instant
 from headway.accounting.ledger import JobAccounts, Ledger, by_bucket
 from headway.accounting.rules import Bucket
@@ -374,6 +375,7 @@ def test_a_forked_child_that_writes_to_the_same_file_is_no_restart(tmp_path: Pat
     assert (told.processes, told.steps, ledger.state) == (1, 40, "ended")
 
 
+@pytest.mark.thorough
 def test_thousands_of_steps_take_little_room_and_little_memory(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "dump").step(1, 0.5)
     pattern, lines = trace.lines[1:], [trace.lines[0]]
@@ -567,7 +569,7 @@ JOB = Path(__file__).parent / "titan_job.py"
 
 def titan(folder: Path, rank: int, *words: str) -> "subprocess.Popen[bytes]":
     environ = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    return subprocess.Popen([sys.executable, str(JOB), str(folder), *words], env=environ, stderr=subprocess.PIPE)
+    return warm.Popen([sys.executable, str(JOB), str(folder), *words], env=environ, stderr=subprocess.PIPE)
 
 
 @needs_torchtitan

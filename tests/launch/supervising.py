@@ -35,14 +35,14 @@ def start(
     """Start `headway run` in a folder; its output goes to files there, or to the ones given.
 
     If not `cold`, the supervisor and its first zygote are forked from a process that has imported torch: one with the
-    hooks of a fast start, if the words ask for one.
+    hooks of a fast start, if the words ask for all of it.
     """
     out, err = out or (folder / "stdout").open("a"), err or (folder / "stderr").open("a")
     with out, err, open(os.devnull) as null:
         streams: dict[str, Any] = {"stdin": null, "stdout": out, "stderr": err, "text": True}
         if cold:
             return subprocess.Popen([*HEADWAY, "run", *words], cwd=folder, env=environment(**settings), **streams)
-        first = "hooked_fast" if "--fast-start" in words else "hooked"
+        first = "hooked_fast" if "--fast-start" in words and "--without" not in words else "hooked"
         return warm.Popen(
             [*WARM_HEADWAY, "run", *words], first=[first], cwd=folder, env=environment(**settings), **streams
         )

@@ -120,6 +120,7 @@ def test_packages_are_learned_and_the_next_job_imports_ahead_those_that_a_zygote
     assert len([mark for mark in of_supervisor if mark["item"] == "imports" and not mark["on"]]) == 3
 
 
+@pytest.mark.thorough
 def test_a_restart_finds_what_the_first_attempt_imported(folder: Path) -> None:
     process = start(["--fast-start", "--job", "one", "train.py", "go"], folder)
     try:
@@ -213,7 +214,7 @@ def test_an_heir_that_is_gone_before_it_is_heard_leaves_word_of_what_it_died_of(
 
 def test_every_item_can_be_switched_off(folder: Path) -> None:
     words = ["--fast-start", "--without", "imports,groups,compile-cache,loader", "--job", "off", "train.py"]
-    code, out, err = run_cold(words, folder)
+    code, out, err = run(words, folder)
     assert code == 0, err
     (only,) = told(out)
     assert only["slow_here"]
@@ -252,6 +253,7 @@ def test_taking_a_variable_away_is_setting_it_and_nobody_listens_after_the_first
     assert "the program sets HOME before it imports" in err
 
 
+@pytest.mark.thorough
 def test_a_package_that_hangs_in_a_zygote_holds_up_one_start_for_a_while(folder: Path) -> None:
     stuck = "import os, time\ntime.sleep(0.1 if 'RANK' in os.environ else 600)"
     (folder / "lib" / "site-packages" / "choosy" / "__init__.py").write_text(stuck)
@@ -281,6 +283,7 @@ def test_a_package_that_imports_what_is_not_installed_is_left_to_the_workers(
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_package_that_ends_the_zygote_is_not_imported_ahead_again(folder: Path) -> None:
     deadly = "import os, time\ntime.sleep(0.1)\nif 'RANK' not in os.environ:\n    os._exit(3)"
     (folder / "lib" / "site-packages" / "choosy" / "__init__.py").write_text(deadly)

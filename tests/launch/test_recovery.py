@@ -264,7 +264,7 @@ def test_a_policy_that_raises_is_told_of_and_passed_over(home: Path) -> None:
 def test_a_rank_that_is_at_work_is_given_time(home: Path) -> None:
     """Without --hang-after. The policy's module is imported by the supervisor, and shortens its patience."""
     (home / "mine.py").write_text(
-        "import headway.launch.progress as progress\nprogress.PATIENCE_S, progress.BUSY_FACTOR = 3.0, 1\n"
+        "import headway.launch.progress as progress\nprogress.PATIENCE_S, progress.BUSY_FACTOR = 1.5, 1\n"
         "def policy(situation):\n    return None\n"
     )
     code, _, err = run([*TWO, str(TRAINER)], home, FAULTS="0:1@8=busy", STEPS="12", HEADWAY_POLICY="mine:policy")
@@ -300,6 +300,7 @@ def test_output_that_nobody_reads_ends_the_job(home: Path) -> None:
     assert "nobody reads the output any more" in (home / "err").read_text()
 
 
+@pytest.mark.thorough
 def test_inside_headway_exec_there_is_one_launcher_and_no_complaint(home: Path) -> None:
     command = [*HEADWAY, "exec", "--job", "j", *HEADWAY, "run", "--nproc-per-node", "2", str(TRAINER)]
     done = subprocess.run(

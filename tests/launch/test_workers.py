@@ -128,9 +128,9 @@ class Probes(dict[str, dict[str, Told]]):
         (folder / "probe.py").write_text(PROBE)
         (folder / "sibling.py").write_text("")
         headway, options, script = str(BIN / "headway"), ["--nproc-per-node", "2"], ["probe.py", "--lr", "1"]
-        warm = [headway, "run", "--job", "w", "--preload", "sibling,nowhere"]
+        warm = [headway, "run", "--preload", "sibling,nowhere"]
         self.commands = {
-            "warm": [*warm, *options, *script, "--crash"],
+            "warm": [*warm, "--job", "warm", *options, *script, "--crash"],
             "loaders": [*warm, *script, "--loaders"],
             "cold": [headway, "run", "--cold", *options, *script],
             "torchrun": [headway, "exec", sys.executable, "-m", "torch.distributed.run", *options, *script],
@@ -139,13 +139,13 @@ class Probes(dict[str, dict[str, Told]]):
     def __missing__(self, launcher: str) -> dict[str, Told]:
         place = self.folder / launcher
         place.mkdir()
-        environ = clean_environment(place) | {"PROBE_OUT": str(place)}
+        environ = clean_environment(self.folder) | {"PROBE_OUT": str(place)}
         done = subprocess.run(self.commands[launcher], cwd=self.folder, env=environ, stdin=subprocess.DEVNULL,
                               capture_output=True, text=True, timeout=PATIENCE_S)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         if launcher == "warm":
             assert "nowhere cannot be preloaded" in done.stderr
-            journals = (place / "home" / "jobs" / "w" / "journals").glob("supervisor-*")
+            journals = (self.folder / "home" / "jobs" / "warm" / "journals").glob("supervisor-*")
             assert any(b"nowhere cannot be preloaded" in journal.read_bytes() for journal in journals)
         self[launcher] = {file.stem: json.loads(file.read_text()) for file in place.glob("*.json")}
         return self[launcher]
@@ -419,14 +419,14 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Endings:
     return Endings(tmp_path_factory.mktemp("endings"))
 
 
-FRESH = pytest.param("fresh", marks=pytest.mark.thorough)
+FRESH, WITH_TORCH = (pytest.param(kind, marks=pytest.mark.thorough) for kind in ("fresh", "torch"))
 
 
 def without_addresses(told: Told, keys: Iterable[str]) -> Told:
     return {key: re.sub("0x[0-9a-f]{6,}", "0x", str(told[key])) for key in keys}
 
 
-@pytest.mark.parametrize("kind", ["warm", FRESH, "torch"])
+@pytest.mark.parametrize("kind", ["warm", FRESH, WITH_TORCH])
 def test_programs_print_and_end_as_under_plain_python(endings: Endings, kind: str) -> None:
     for name in endings["plain"].keys() & endings[kind].keys():
         plain, told = endings["plain"][name], endings[kind][name]
@@ -446,6 +446,7 @@ def test_a_failure_is_told_before_the_interpreter_is_taken_down(endings: Endings
     assert (told["leaves_otherwise"]["said"], told["leaves_otherwise"]["code"]) == (0, 4)
 
 
+@pytest.mark.thorough
 def test_last_words_of_other_kinds_are_said_in_a_warm_worker_too(endings: Endings) -> None:
     fault, recorded = endings["torch"]["fault"], endings["torch"]["recorded"]
     assert fault["code"] == -11
