@@ -1,5 +1,6 @@
 """The docs say what is there: links lead somewhere, code runs, every option, setting, bucket and activity is named."""
 
+import ast
 import difflib
 import re
 import subprocess
@@ -118,3 +119,14 @@ def test_the_changelog_names_this_version() -> None:
     from headway import __version__
 
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_each_promise_has_a_test_that_make_test_runs() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    for file, name in re.findall(r"`([\w/]+\.py)::(test_\w+)`", text):
+        module = ast.parse((ROOT / "tests" / file).read_text())
+        found = [each for each in module.body if isinstance(each, ast.FunctionDef) and each.name == name]
+        assert found, f"tests/{file} has no {name}"
+        marks = [ast.unparse(mark) for mark in found[0].decorator_list if "parametrize" not in ast.unparse(mark)]
+        marks += [ast.unparse(each) for each in module.body if ast.unparse(each).startswith("pytestmark")]
+        assert not [mark for mark in marks if "thorough" in mark], f"`make test` leaves out {name}"
