@@ -6,7 +6,6 @@ import pickle
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, random_split
 from trainers import fork
 
 import headway
+import warm
 from headway.cli.source import marks_of
 from headway.events.job import JobReader
 from headway.events.vocabulary import Told
@@ -33,7 +33,7 @@ from headway.startup.children import Child
 from headway.startup.randomness import own_random
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
     trainers.warm_up()
 
@@ -609,7 +609,7 @@ setup.run()
 
 
 def test_a_data_worker_that_dies_is_not_blamed_on_the_stage_that_runs(home: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", DEADLY], capture_output=True, text=True, timeout=120)
+    done = warm.run([sys.executable, "-c", DEADLY], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("RuntimeError: DataLoader worker")
 
