@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import trainers
 from keeping import keepers
 from supervising import descendants
-from trainers import Notes, fork, is_equal, loaded, newest, state_at, wait_for
+from trainers import Notes, Process, fork, is_equal, loaded, newest, state_at, wait_for
 
 from headway.checkpoint import wire
 
@@ -90,7 +89,7 @@ class Crew:
         self.root, self.home, self.chance, self.ranks, self.kind = root, home, chance, ranks, kind
         self.notes = Notes(home / "notes")
         self.watch = Watch(root, self.notes, ranks)
-        self.trainers: list[BaseProcess] = []
+        self.trainers: list[Process] = []
         self._meetings = itertools.count()
 
     def start(self) -> None:

@@ -8,14 +8,13 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trainers
 from keeping import keepers
-from trainers import Counting, Notes, fork, is_equal, loaded, newest, state_at, wait_for
+from trainers import Counting, Notes, Process, fork, is_equal, loaded, newest, state_at, wait_for
 
 from headway import Checkpointer
 from headway.checkpoint import SaveFailed, lease, link
@@ -69,7 +68,7 @@ def train(root: str, notes: Path, patience_s: float = 15.0) -> None:
         tell.add("saved", step)
 
 
-def saves_on(process: BaseProcess, notes: Notes) -> int:
+def saves_on(process: Process, notes: Notes) -> int:
     """Waits until it has saved twice more; the step."""
     before = len(notes.read("saved"))
     wait_for(lambda: len(notes.read("saved")) >= before + 2, process)

@@ -1,11 +1,9 @@
 """Trainers whose state at any step is known, each a process of its own.
 
-They are forked from a process that has imported torch already: a new one trains within milliseconds.
+They are forked from a warm process that has imported this module: a new one trains within milliseconds.
 """
 
 import itertools
-import multiprocessing
-import multiprocessing.forkserver as forkserver
 import os
 import random
 import signal
@@ -15,7 +13,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,6 @@ PATIENCE_S = 60.0
 """For things that must happen in the end, on however slow a machine."""
 
 TENSORS, LENGTH = 16, 1 << 14
-
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["pytest", "trainers"])
 
 
 # --- a state that is known -------------------------------------------------------------------------------------------
@@ -81,42 +77,83 @@ def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bo
 # --- trainers --------------------------------------------------------------------------------------------------------
 
 
-def fork(train: Callable[..., None], folder: Path, *args: Any, **settings: str) -> BaseProcess:
-    """A process in which `train(*args)` runs; what it says goes to `folder/said`."""
-    environ = {**os.environ, **settings}
-    process = forks.Process(target=_forked, args=(train, folder / "said", environ, args))
-    process.start()
-    return process
+class Process:
+    """A forked trainer, with the methods that `multiprocessing.Process` has."""
+
+    def __init__(
+        self, train: Callable[..., None], folder: Path, args: tuple[Any, ...], settings: dict[str, str]
+    ) -> None:
+        import warm  # which this module does not find where it is a script under `headway run`
+
+        command = [sys.executable, "-c", "import trainers; trainers._begin()"]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        self._popen = warm.Popen(command, imports=["pytest", "trainers"], env=environ, **pipes)
+        assert self._popen.stdin
+        assert self._popen.stdout
+        self.orders = Connection(os.dup(self._popen.stdin.fileno()), readable=False)
+        self.answers = Connection(os.dup(self._popen.stdout.fileno()), writable=False)
+        self._popen.stdin.close()
+        self._popen.stdout.close()
+        self.orders.send((train, folder / "said", {**os.environ, **settings}, args))
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """Negative if a signal has ended it; None while it runs."""
+        return self._popen.poll()
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def join(self, timeout: float | None = None) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
 
 
-def _forked(train: Callable[..., None], said: Path, environ: dict[str, str], args: tuple[Any, ...]) -> None:
+def fork(train: Callable[..., None], folder: Path, *args: Any, **settings: str) -> Process:
+    """Start a process that runs `train(*args)`; its output goes to `folder/said`."""
+    return Process(train, folder, args, settings)
+
+
+def _begin() -> None:
+    """Run in a forked process what the test sends, with its environment. Both ends of the line stay open."""
+    global _orders, _answers
+    _orders, _answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    train, said, environ, args = _orders.recv()
     os.environ.clear()
     os.environ.update(environ)
-    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null, file = os.open(os.devnull, os.O_RDONLY), os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(null, 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    os.close(null)
+    os.close(file)
     train(*args)
 
 
+_orders: Connection
+_answers: Connection
+
+
 def warm_up() -> None:
-    """Has the process that forks import all it needs. It must not start threads; its environment says where to look."""
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    """Start the process that trainers are forked from, so that no test's own time includes that."""
+    import warm
+
+    warm.run([sys.executable, "-c", ""], imports=["pytest", "trainers"])
 
 
 class Obedient:
     """A trainer that does what it is told, one thing at a time."""
 
     def __init__(self, root: str | os.PathLike[str], folder: Path, **size: int) -> None:
-        self._line, theirs = forks.Pipe()
-        self.process = fork(_obey, folder, theirs, os.fspath(root), size, HEADWAY_JOB="j")
-        theirs.close()
+        self.process = fork(_obey, folder, os.fspath(root), size, HEADWAY_JOB="j")
 
     def __enter__(self) -> "Obedient":
         return self
@@ -133,13 +170,13 @@ class Obedient:
 
     def tell(self, name: str, *args: Any) -> None:
         """Has it do something, without waiting for it."""
-        self._line.send((name, args))
+        self.process.orders.send((name, args))
 
     def hear(self) -> Any:
         """What the last thing that it was told to do came to."""
-        assert self._line.poll(PATIENCE_S), "it does not answer"
+        assert self.process.answers.poll(PATIENCE_S), "it does not answer"
         try:
-            done, result = self._line.recv()
+            done, result = self.process.answers.recv()
         except EOFError:
             self.process.join(PATIENCE_S)
             raise AssertionError(f"it ended with {self.process.exitcode}") from None
@@ -202,15 +239,15 @@ class Orders:
         self.checkpointer.close()
 
 
-def _obey(line: Any, root: str, size: dict[str, int]) -> None:
+def _obey(root: str, size: dict[str, int]) -> None:
     orders = None
     while True:
-        name, args = line.recv()
+        name, args = _orders.recv()
         try:
             orders = orders or Orders(root, size)
-            line.send((True, getattr(orders, name)(*args)))
+            _answers.send((True, getattr(orders, name)(*args)))
         except Exception:
-            line.send((False, traceback.format_exc()))
+            _answers.send((False, traceback.format_exc()))
 
 
 class Notes:
@@ -280,13 +317,13 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 # --- watching ---------------------------------------------------------------------------------------------------------
 
 
-def wait_for(what: Callable[[], Any], alive: "BaseProcess | subprocess.Popen[str] | None" = None) -> Any:
+def wait_for(what: Callable[[], Any], alive: "Process | subprocess.Popen[str] | None" = None) -> Any:
     """What the function returns once that is something."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         if found := what():
             return found
-        ended = alive.exitcode if isinstance(alive, BaseProcess) else alive.poll() if alive else None
+        ended = alive.exitcode if isinstance(alive, Process) else alive.poll() if alive else None
         assert ended is None, f"the process ended before, with {ended}"
         time.sleep(0.002)
     raise AssertionError("it never happened")
