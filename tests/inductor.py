@@ -13,6 +13,7 @@ Typical use::
 """
 
 import os
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -51,12 +52,21 @@ os.rename(output + ".new", output)
 """
 
 _LAZY = (
-    "torch._dynamo.repro.after_dynamo", "torch._functorch._aot_autograd.autograd_cache", "torch._inductor.async_compile",
-    "torch._inductor.codegen.cpp", "torch._inductor.codegen.cuda_combined_scheduling", "torch._inductor.codegen.halide",
-    "torch._inductor.codegen.pallas", "torch._inductor.compile_fx", "torch._inductor.fx_passes.freezing_patterns",
-    "torch._inductor.fx_passes.fuse_attention", "torch._inductor.fx_passes.pad_mm", "torch.distributed.tensor.experimental",
-    "torch.export._trace", "torch.utils.cpp_extension",
-)  # fmt: skip
+    "torch._dynamo.repro.after_dynamo",
+    "torch._functorch._aot_autograd.autograd_cache",
+    "torch._inductor.async_compile",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cuda_combined_scheduling",
+    "torch._inductor.codegen.halide",
+    "torch._inductor.codegen.pallas",
+    "torch._inductor.compile_fx",
+    "torch._inductor.fx_passes.freezing_patterns",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch._inductor.fx_passes.pad_mm",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "torch.utils.cpp_extension",
+)
 """Imported by the first compilation of a process."""
 
 
@@ -74,8 +84,6 @@ def _compiler() -> str:
 
 
 def _write_compiler() -> str:
-    import shutil
-
     folder = shared.folder() / "compiled"
     folder.mkdir()
     path = folder / "g++"

@@ -61,7 +61,7 @@ def call(*words: str | Path) -> Result:
 def audit(*words: str | Path, code: int = 0) -> "subprocess.CompletedProcess[str]":
     given = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "140"}
     command = [*HEADWAY, "startup", "audit", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=280)
     assert done.returncode == code, done.stderr
     return done
 
@@ -179,19 +179,20 @@ def test_a_training_is_ended_once_all_ranks_have_made_their_first_step(home: Pat
 
 
 def test_a_short_command_runs_to_its_end_and_its_output_is_passed_on(home: Path, trainer: Path) -> None:
-    done = audit("--to-the-end", "--", *TORCHRUN, trainer, "short")
-    assert done.stdout.partition("job ")[0].count("trained") == 2
-    assert "2 of 2 ranks heard" in done.stdout
+    done = audit("--to-the-end", "--", sys.executable, trainer, "short")
+    assert done.stdout.partition("job ")[0].count("trained") == 1
+    assert "1 of 1 ranks heard" in done.stdout
     assert "the command is ended" not in done.stderr
 
 
 def test_a_command_that_fails_keeps_its_exit_code(home: Path, trainer: Path) -> None:
-    done = audit("--", sys.executable, "-c", "import torch; print('out'); raise SystemExit(3)", code=3)
+    done = audit("--", sys.executable, "-c", "print('out'); raise SystemExit(3)", code=3)
     assert done.stdout.startswith("out\n")
     assert "made no collectives" in done.stdout
     assert "cannot run no-such-command" in audit("--", "no-such-command", code=127).stderr
 
 
+@pytest.mark.thorough
 def test_ranks_that_fail_before_their_first_step_are_told_and_keep_their_exit_code(home: Path, tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n1 / 0")
@@ -200,6 +201,7 @@ def test_ranks_that_fail_before_their_first_step_are_told_and_keep_their_exit_co
     assert "the command is ended" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_command_that_does_not_end_is_killed(home: Path, trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_cli, "GRACE_S", 0.5)
     before = signal.getsignal(signal.SIGTERM)
@@ -214,11 +216,11 @@ def test_a_command_that_does_not_end_is_killed(home: Path, trainer: Path, monkey
 def test_a_signal_is_passed_on_to_the_command(home: Path, trainer: Path) -> None:
     words = [*HEADWAY, "startup", "audit", "--to-the-end", "--", sys.executable, str(trainer)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asked:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (pid := trainer.parent / "pid-0").exists() or not pid.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         asked.send_signal(signal.SIGTERM)
-        assert asked.wait(60) == 128 + signal.SIGTERM
+        assert asked.wait(120) == 128 + signal.SIGTERM
     assert not is_alive(int(pid.read_text()))
     assert len(jobs_in(home)) == 1

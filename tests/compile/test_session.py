@@ -130,6 +130,7 @@ def test_a_fresh_machine_compiles_nothing_computes_the_same_and_saves_nothing(fi
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(600)
 def test_a_fresh_machine_neither_precompiles_headers_nor_tries_vector_units(tmp_path: Path) -> None:
     told = {"store": str(tmp_path / "store"), "is_cheap": False, "inherits": True}
     one, two = Machine(tmp_path / "one"), Machine(tmp_path / "two")

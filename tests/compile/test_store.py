@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from broken_line import Line
 
+import warm
 from headway import storage as storage_module
 from headway.compile.bundle import Member, Members, pack
 from headway.compile.store import MOST_SEGMENTS, Store
@@ -218,7 +219,8 @@ def test_unsigned_segments_are_not_believed_where_others_can_write(root: Path, w
         assert loaded.members == {}
         (problem,) = loaded.problems
         assert "is not signed, and is not believed without: others can write" in problem
-        assert f"chmod go-w {path}" in problem
+        advice = problem[problem.index("chmod go-w ") :]  # a long path is cut off
+        assert f"chmod go-w {path}".startswith(advice.partition(")")[0])
     finally:
         path.chmod(before)
 
@@ -343,7 +345,7 @@ SAVING = """
 
 def saving(root: Path, tag: str, count: int, size: int = 100) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", textwrap.dedent(SAVING), str(root), KEY, tag, str(count), str(size)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return warm.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_two_jobs_that_save_at_once_lose_nothing(root: Path) -> None:
@@ -351,6 +353,7 @@ def test_two_jobs_that_save_at_once_lose_nothing(root: Path) -> None:
         Store(str(root)).save(KEY, some(f"m{number}"), ABOUT, f"before{number}")
     processes = [saving(root, tag, 25) for tag in ("left", "right")]
     while any(process.poll() is None for process in processes):
+        time.sleep(0.01)
         loaded = Store(str(root)).load(KEY)
         assert loaded.problems == []
         assert len(loaded.members) >= MOST_SEGMENTS - 1
@@ -362,10 +365,10 @@ def test_two_jobs_that_save_at_once_lose_nothing(root: Path) -> None:
 
 
 def test_a_job_killed_while_it_saves_leaves_what_was_there(root: Path) -> None:
-    pick = random.Random(11)
+    pick = random.Random(int(os.environ.get("SEED", "11")))
     Store(str(root)).save(KEY, some("before"), ABOUT, "before")
     known = {"before"}
-    for round_ in range(8):
+    for round_ in range(4):
         tag = f"job{round_}"
         with saving(root, tag, 10_000, size=3000) as process:
             assert process.stdout
@@ -400,7 +403,7 @@ def test_a_job_killed_before_any_change_of_a_merge_loses_nothing(root: Path, tmp
     for change in range(1, 100):
         copy = shutil.copytree(root, tmp_path / f"copy{change}")
         command = [sys.executable, "-c", script, str(copy), KEY, "job", "1", "100", str(change)]
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60).returncode
+        ended = warm.run(command, stdout=subprocess.DEVNULL).returncode
         loaded = Store(str(copy)).load(KEY)
         assert loaded.problems == []
         assert set(loaded.members) >= set(known)
@@ -462,13 +465,15 @@ def patient(url: str, keys: Keys, mirror: Path | None, patience_s: float) -> Sto
     return store
 
 
-def test_a_store_that_is_down_is_a_problem_and_no_error(line: Line, s3_root: str, mine: Keys, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mirror", ["mirror", pytest.param("", marks=pytest.mark.thorough)])
+def test_a_store_that_is_down_is_a_problem_and_no_error(
+    line: Line, s3_root: str, mine: Keys, tmp_path: Path, mirror: str
+) -> None:
     line.fault = lambda method, path: "500"
-    for mirror in (None, tmp_path / "mirror"):
-        loaded = Store(s3_root, keys=mine, mirror=mirror).load(KEY)
-        assert loaded.members == {}
-        (problem,) = loaded.problems
-        assert "internal error" in problem
+    loaded = Store(s3_root, keys=mine, mirror=tmp_path / mirror if mirror else None).load(KEY)
+    assert loaded.members == {}
+    (problem,) = loaded.problems
+    assert "internal error" in problem
     with pytest.raises(OSError, match="internal error"):
         Store(s3_root, keys=mine).save(KEY, some("a"), ABOUT, "job")
 
@@ -490,7 +495,7 @@ def test_a_slow_store_is_waited_for(line: Line, s3_root: str, mine: Keys, tmp_pa
     assert (set(loaded.members), loaded.problems) == ({"a"}, [])
 
 
-@pytest.mark.parametrize("where", ["folder", "s3", "memory"])
+@pytest.mark.parametrize("where", ["folder", "s3", pytest.param("memory", marks=pytest.mark.thorough)])
 def test_every_kind_of_store_does_all_of_it(
     request: pytest.FixtureRequest, tmp_path: Path, mine: Keys, where: str
 ) -> None:
@@ -540,12 +545,12 @@ def downloads(line: Line) -> list[str]:
     return [each for each in line.seen if each.startswith("GET ") and each.partition("?")[0].endswith(".bundle")]
 
 
-def test_four_processes_of_a_node_make_one_download(line: Line, s3_root: str, mine: Keys, tmp_path: Path) -> None:
+def test_processes_of_a_node_make_one_download(line: Line, s3_root: str, mine: Keys, tmp_path: Path) -> None:
     for name in ("a", "b"):
         Store(s3_root, keys=mine).save(KEY, some(name), ABOUT, name)
     line.fault = lambda method, path: "slow" if method == "GET" else None
     line.seen.clear()
-    processes = [loading(s3_root, mine, tmp_path / "mirror") for _ in range(4)]
+    processes = [loading(s3_root, mine, tmp_path / "mirror") for _ in range(2)]
     for process in processes:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
@@ -556,7 +561,7 @@ def test_four_processes_of_a_node_make_one_download(line: Line, s3_root: str, mi
         process.stdin.flush()
     for process in processes:
         told.append(json.loads(process.communicate(timeout=120)[0]))
-    assert told == [told[0]] * 4
+    assert told == [told[0]] * 2
     assert (told[0][0], told[0][2]) == (["a", "b"], [])
     assert len(downloads(line)) == 2  # of two segments
     Store(s3_root, keys=mine).save(KEY, some("c"), ABOUT, "c")

@@ -129,7 +129,7 @@ def generate(folder: Path, name: str) -> bool:
 
 
 def test_of_many_who_generate_at_once_one_does(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
         done = pool.starmap(generate, [(tmp_path / "keys", f"key{number}") for number in range(8)])
     assert sum(done) == 1
     keys = Keys.at(tmp_path / "keys")
