@@ -204,7 +204,8 @@ def test_a_killed_supervisor_leaves_nobody_and_the_same_name_continues_the_job(h
     assert [attempt["attempt"] for attempt in found["attempts"]] == [0, 1]
     assert {attempt for attempt, _ in trained(home)} == {0, 1}
     assert found["steps"]["new"] == 42
-    assert found["steps"]["repeated"] == len(trained(home)) - 42
+    # A rank may have been killed after a step, and before it wrote that down.
+    assert found["steps"]["repeated"] - (len(trained(home)) - 42) in (0, 1)
     assert len(trained(home)) > before
 
 
