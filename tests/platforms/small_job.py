@@ -53,7 +53,7 @@ def wait_until(ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not ready():
         assert time.monotonic() < deadline, f"waited {LIMIT_S:.0f} s for {ready}"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def ledger(job: str | None = None) -> Ledger:
