@@ -17,9 +17,10 @@ import warm
 
 PROGRAM = [sys.executable, "-c", "import forking; forking.main()"]
 IMPORTS = (
-    "forking", "torch.distributed.checkpoint", "torch.export", "torch.testing", "safetensors", "headway.cli.publish",
-    "headway.observe.summary", "headway.publish.checks", "headway.publish.publisher", "headway.publish.ready",
-    "headway.publish.shards", "headway.publish.weights", "headway.run",
+    "forking", "safetensors", "torch.distributed.checkpoint", "torch.export._trace", "torch.export.pt2_archive",
+    "torch._inductor.ir", "torch.testing", "headway.cli.publish", "headway.observe.summary", "headway.publish.checks",
+    "headway.publish.publisher", "headway.publish.ready", "headway.publish.shards", "headway.publish.weights",
+    "headway.run",
     *(name for name in ("s3fs", "aiobotocore.session") if find_spec(name.partition(".")[0])),
 )  # fmt: skip
 """`headway`, to be run by `warm`, and what the server imports for it."""

@@ -4,6 +4,7 @@ import subprocess
 from types import SimpleNamespace
 from typing import Any
 
+import forking
 import pytest
 
 import warm
@@ -19,4 +20,4 @@ def warm_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _run(command: list[str], **settings: Any) -> Any:
     fewer = f"import {checks.__name__} as checks; checks._ROUNDS_S, checks._TRIES = 0.2, 2"
-    return warm.run([*command[:2], f"{fewer}; {command[2]}", *command[3:]], imports=["torch.export"], **settings)
+    return warm.run([*command[:2], f"{fewer}; {command[2]}", *command[3:]], imports=forking.IMPORTS, **settings)
