@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from running import HEADWAY
+from running import HEADWAY, witnessed
 
 from headway.cli import main
 from headway.events.job import JobReader
@@ -140,6 +140,7 @@ class Job:
         return sorted(found, key=lambda watched: (watched.rank, watched.notes[0][1]))
 
     def report(self, *options: str) -> dict[str, Any]:
+        witnessed(self.home)  # the command's witness ends after it
         environ = {"HEADWAY_HOME": str(self.home)}
         asked = CliRunner().invoke(main, ["report", "job", "--json", *options], env=environ, catch_exceptions=False)
         report: dict[str, Any] = json.loads(asked.stdout)
@@ -242,6 +243,7 @@ def test_lightning_killed_and_resumed(job: Job) -> None:
     assert_resumed(job, killed, resumed)
 
 
+@pytest.mark.thorough
 @pytest.mark.needs_package("transformers", "accelerate")
 def test_hugging_face(job: Job) -> None:
     ranks = job.run(sys.executable, str(SCRIPTS / "train_huggingface.py"), str(job.folder), "fresh", "-1")
@@ -260,8 +262,9 @@ def test_hugging_face_killed_and_resumed(job: Job) -> None:
     assert_resumed(job, killed, resumed)
 
 
+@pytest.mark.thorough
 @pytest.mark.needs_package("accelerate")
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_accelerate(job: Job, processes: int) -> None:
     how = ["--cpu"] if processes == 1 else ["--multi_gpu", "--main_process_port", "0"]  # gloo, without a GPU
     ranks = job.run(

@@ -602,6 +602,7 @@ def test_torchrun_s_agent_is_no_rank_and_tells_of_its_restarts(home: Path) -> No
     assert seen.buckets["unattributed"] < 0.01 * seen.report["wall_s"]
 
 
+@pytest.mark.thorough
 def test_a_program_that_replaces_itself_goes_on_as_the_same_job(home: Path) -> None:
     done = measured(
         home,
