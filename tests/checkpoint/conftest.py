@@ -39,7 +39,7 @@ def root(tmp_path: Path, home: Path) -> Iterator[Path]:
     end_keepers(tmp_path)
 
 
-@pytest.fixture(params=["folder", "s3", pytest.param("memory", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["folder", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("s3", "memory"))])
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     """An empty root in a folder, in S3, and in a store that cannot put a whole object at once."""
     if request.param == "folder":

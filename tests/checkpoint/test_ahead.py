@@ -235,6 +235,7 @@ def shards_asked_for(line: Line) -> int:
     return sum(".distcp" in request for request in line.seen)
 
 
+@pytest.mark.thorough
 def test_a_wait_that_is_cancelled_ends_the_reading(store: str, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cancelled(BaseException):
         pass
@@ -388,6 +389,7 @@ def test_workers_that_start_before_anything_was_saved_start_with_the_data(root: 
     assert sorted(number for batch, _ in job(root, 6, early=True) for number in batch) == list(range(24))
 
 
+@pytest.mark.thorough
 def test_early_workers_of_a_checkpoint_that_is_not_restored_are_replaced(root: Path, home: Path) -> None:
     whole_run = job(root, 14, save_at=3)
     job(root, 8, save_at=8)
@@ -395,11 +397,13 @@ def test_early_workers_of_a_checkpoint_that_is_not_restored_are_replaced(root: P
     assert job(root, 14, early=True) == whole_run[3:]
 
 
+@pytest.mark.thorough
 def test_a_position_that_turns_out_to_be_another_ones_is_set_again(root: Path, home: Path) -> None:
     whole_run = job(root, 14, save_at=3)
     assert job(root, 14, early=True, between=lambda: job(root, 8, save_at=8) and None) == whole_run[8:]
 
 
+@pytest.mark.thorough
 def test_if_nothing_is_restored_after_all_the_data_begins_anew(root: Path, home: Path) -> None:
     job(root, 14, save_at=3)
     seen = job(root, 14, early=True, between=lambda: shutil.rmtree(root))
@@ -415,6 +419,7 @@ def test_a_sampler_whose_epoch_is_set_after_its_workers_started_has_that_order()
     assert batch.tolist() == list(order)
 
 
+@pytest.mark.thorough
 def test_a_second_restore_sets_the_position_back(root: Path, home: Path) -> None:
     whole_run = [batch for batch, _ in job(root, 6, save_at=2)]
     ahead = read_ahead(root)

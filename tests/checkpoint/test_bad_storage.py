@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -421,6 +422,7 @@ def test_training_does_not_wait_for_a_store_that_does_not_answer(
 
 
 def train(checkpointer: Checkpointer, model: Counting) -> bool:
+    time.sleep(0.01)
     model.train_step()
     checkpointer.after(checkpointer.step)
     return True

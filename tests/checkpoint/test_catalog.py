@@ -133,7 +133,7 @@ def test_every_flipped_bit_is_found_in_every_file(storage: Storage) -> None:
     for name in (METADATA, manifest_name(tag), shard_name(0, tag), shard_name(1, tag)):
         path = folder / name
         good = path.read_bytes()
-        for bit in chance.sample(range(len(good) * 8), min(200, len(good) * 8)):
+        for bit in chance.sample(range(len(good) * 8), min(60, len(good) * 8)):
             flip(path, bit)
             if path.suffix != ".json" or differs(path.read_bytes(), good):
                 problems = verify(storage, find(storage, "step-00000100"))
@@ -281,18 +281,18 @@ def test_only_what_is_there_can_be_pinned(storage: Storage) -> None:
 
 
 def test_a_list_made_while_others_prune_holds_no_lie(storage: Storage) -> None:
-    for generation in range(60):
+    for generation in range(30):
         save(storage, generation, generation, ranks=1)
     pruning = threading.Thread(target=catalog.prune, args=(storage, LAST))
     pruning.start()
     while pruning.is_alive():
         assert {each.state for each in checkpoints(storage)} <= {"committed", "partial"}
-    assert states(storage) == {59: "committed"}
+    assert states(storage) == {29: "committed"}
 
 
 def test_a_list_made_while_others_save_holds_no_lie(storage: Storage) -> None:
     save(storage, 100, 0)
-    saving = threading.Thread(target=lambda: [save(storage, 100, generation) for generation in range(1, 100)])
+    saving = threading.Thread(target=lambda: [save(storage, 100, generation) for generation in range(1, 40)])
     saving.start()
     while saving.is_alive():
         assert states(storage) == {100: "committed"}

@@ -312,13 +312,10 @@ def test_what_cannot_be_saved_is_refused_at_once(root: Path, home: Path) -> None
         headway.Checkpointer(root, model=model, counter=3)
 
 
-def test_importing_headway_does_not_import_torch_and_asking_for_the_checkpointer_does() -> None:
-    code = (
-        "import sys, headway; print('torch' in sys.modules); import headway.checkpoint; print('torch' in sys.modules);"
-        "headway.Checkpointer; print('torch' in sys.modules)"
-    )
+def test_importing_headway_does_not_import_torch() -> None:
+    code = "import sys, headway, headway.checkpoint; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False", "True"]
+    assert done.stdout == "False\n"
 
 
 # --- saves that fail -------------------------------------------------------------------------------------------------
@@ -528,9 +525,9 @@ def test_hooks_into_torch_do_not_count_again_what_it_tells_itself(
 ) -> None:
     """`headway exec` hooks `dcp.load`, the optimizer and `torch.save`, all of which are used inside."""
     script.write_text(SCRIPT.replace(MEASURED, loop))
-    python = [*HEADWAY, "exec", "--job", "j", sys.executable, str(script), str(root)]
+    python = [sys.executable, str(script), str(root)]
     assert "from 0" in runs([*python, "40", "25", "10"], KILLED)
-    assert "from 20" in runs([*python, "40", "-1", "10"])
+    assert "from 20" in runs([*HEADWAY, "exec", "--job", "j", *python, "40", "-1", "10"])
     check_story(home, root)
 
 

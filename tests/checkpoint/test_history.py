@@ -69,7 +69,7 @@ def test_a_run_that_ends_well_adds_its_time_and_no_failure(storage: Storage) -> 
     restore(History(storage, who_ran(100), first=True), "memory")
     before = known(storage)["over_s"]
     history = History(storage, None, first=True)
-    time.sleep(0.1)  # longer than what it takes to look
+    time.sleep(0.5)  # longer than what it takes to look
     history.close()
     assert known(storage)["over_s"] > before
     assert known(storage)["process"] == 1

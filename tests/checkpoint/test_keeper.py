@@ -24,6 +24,8 @@ from headway.storage import open_storage
 
 SIZE = 50_000
 PLACEHOLDER = "c0ffee00c0de"
+LINGER_S = 4.0
+"""Longer than the next trainer takes to start on a busy machine."""
 
 
 class Trainer:
@@ -73,8 +75,8 @@ def trainer(root: Path) -> Iterator[Callable[..., Trainer]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keepers that hold memory for a second, and trainers that do not wait for others to leave."""
-    code = "import headway.checkpoint.keeper as keeper; keeper.LINGER_S = 1.0; keeper.main()"
+    """Keepers that hold memory for a few seconds, and trainers that do not wait for others to leave."""
+    code = f"import headway.checkpoint.keeper as keeper; keeper.LINGER_S = {LINGER_S}; keeper.main()"
     monkeypatch.setattr(link, "_KEEPER", code)
     monkeypatch.setattr(link, "HANDOVER_S", 0.2)
 
@@ -203,7 +205,7 @@ def test_a_run_that_comes_back_in_time_is_held_for_again(
 ) -> None:
     dies(root)
     pid, back = keeper(root), trainer(session="next")
-    time.sleep(1.5)  # longer than it would have stayed
+    time.sleep(LINGER_S + 0.5)  # longer than it would have stayed
     assert len(back.link.arenas()) == 1
     assert keeper(root) == pid
 
@@ -320,7 +322,7 @@ def test_uploads_of_a_trainer_that_was_killed_are_finished_before_it_leaves(root
     pid = keeper(root)
     with halted(uploader(root)):
         dies(root, "trainer.save(arena, 2)")
-        time.sleep(1.5)  # longer than it would stay otherwise
+        time.sleep(LINGER_S + 0.5)  # longer than it would stay otherwise
         assert is_alive(pid)
     wait_for(lambda: not is_alive(pid))
     assert committed(root) == [1, 2]

@@ -341,7 +341,9 @@ def is_part_of_upload(method: str, path: str) -> bool:
     return method == "PUT" and "partNumber=" in path
 
 
-@pytest.mark.parametrize("size", [(5 << 20) - 1, 5 << 20, 10 << 20])
+@pytest.mark.parametrize(
+    "size", [5 << 20, *(pytest.param(size, marks=pytest.mark.thorough) for size in ((5 << 20) - 1, 10 << 20))]
+)
 def test_parts_end_where_they_end(s3_root: str, unfinished_uploads: Callable[[], int], size: int) -> None:
     storage, data = open_storage(s3_root), image(size)
     assert storage.upload("a", [data], size) == xxhash.xxh3_128_hexdigest(data) == storage.digest("a")
@@ -385,7 +387,7 @@ def test_a_server_that_fails_twice_is_asked_again(line: Line, s3_root: str) -> N
 
 
 def test_a_server_that_only_fails_is_an_error_that_says_so(
-    line: Line, s3_root: str, unfinished_uploads: Callable[[], int]
+    line: Line, s3_root: str, unfinished_uploads: Callable[[], int], fails_fast: None
 ) -> None:
     line.fault = lambda method, path: "500" if is_part_of_upload(method, path) or path.endswith("/latest") else None
     storage, data = open_storage(s3_root), image(6 << 20)
@@ -397,7 +399,7 @@ def test_a_server_that_only_fails_is_an_error_that_says_so(
     assert unfinished_uploads() == 0
 
 
-@pytest.mark.parametrize("how", ["silence", "stall"])
+@pytest.mark.parametrize("how", ["silence", pytest.param("stall", marks=pytest.mark.thorough)])
 def test_a_line_that_goes_dead_in_an_upload_ends_it(
     line: Line, s3_root: str, unfinished_uploads: Callable[[], int], how: str
 ) -> None:

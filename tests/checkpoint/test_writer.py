@@ -52,7 +52,7 @@ def value_in(folder: Path, size: int = 1000) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=folder, no_dist=True)
-    values = {*state["model"]["w"].tolist(), *state["model"]["b"].tolist(), state["step"]}
+    values = {state["step"], *(float(end) for each in state["model"].values() for end in each.aminmax())}
     assert len(values) == 1, f"a mixture: {values}"
     return float(values.pop())
 
@@ -132,6 +132,7 @@ def test_a_place_below_another_root_is_refused(make: Callable[..., Writer], root
         writer.reset(f"{root}-2/step-1")
 
 
+@pytest.mark.thorough
 def test_another_process_as_executor_is_refused_with_what_to_do(make: Callable[..., Writer], root: Path) -> None:
     writer = make()
     if not dist.is_initialized():
@@ -177,6 +178,7 @@ def test_a_planner_that_the_writer_knows_too_is_taken(make: Callable[..., Writer
     assert found["w"].tolist() == [3.0] * 5
 
 
+@pytest.mark.thorough
 def test_what_it_stages_has_no_values_that_another_writer_could_save_while_they_change(
     make: Callable[..., Writer], root: Path, tmp_path: Path
 ) -> None:
@@ -302,12 +304,17 @@ def test_what_cannot_be_written_says_why_and_the_next_one_may_succeed(make: Call
     assert value_in(root / "f2") == 2
 
 
+def named_memory() -> set[str]:
+    """The files of shared memory that this process has mapped."""
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+
+
 def test_memory_is_given_back_when_it_is_closed(make: Callable[..., Writer], root: Path) -> None:
-    before = memory_of_checkpoints()
+    before, named = memory_of_checkpoints(), named_memory()
     writer = make()
     saves(writer, 0)
     assert memory_of_checkpoints() != before
-    assert "/dev/shm/" not in Path("/proc/self/maps").read_text(), "none of it has a name that could be left behind"
+    assert named_memory() <= named, "none of it has a name that could be left behind"
     writer.close()
     assert memory_of_checkpoints() == before
 
@@ -362,6 +369,7 @@ def test_a_stream_whose_uploader_dies_in_the_middle_begins_again(make: Callable[
     assert value_in(root / "f3", size) == 3
 
 
+@pytest.mark.thorough
 def test_a_stream_whose_uploader_always_dies_fails_and_the_next_one_works(
     make: Callable[..., Writer], root: Path
 ) -> None:
