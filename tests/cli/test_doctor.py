@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HEADWAY = [sys.executable, "-m", "headway"]
 
 
@@ -52,8 +54,12 @@ def test_what_hurts_comes_first_with_its_fix_then_what_is_good_then_the_hooks(ho
     assert "Fix: Unset PYTHONDONTWRITEBYTECODE." in told
     (good,) = (line for line in lines if line.startswith("good"))
     assert "torchrun restarts" in good, "this torch does not know of a shared store"
-    found = checks(doctor("--json", PYTHONDONTWRITEBYTECODE="", **environ))["bytecode"]
-    assert found["state"] == "good", "bytecode is looked for after the import"
+
+
+@pytest.mark.thorough
+def test_bytecode_is_looked_for_after_the_import(home: Path) -> None:
+    folder = torch_of_our_own(home, "__version__ = '9.9'\n")
+    assert checks(doctor("--json", PYTHONPATH=folder, PYTHONDONTWRITEBYTECODE=""))["bytecode"]["state"] == "good"
 
 
 def test_a_python_without_a_torch_that_works_is_told_all_the_rest(home: Path) -> None:

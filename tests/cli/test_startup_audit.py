@@ -213,6 +213,7 @@ def test_a_command_that_does_not_end_is_killed(home: Path, trainer: Path, monkey
     assert "the command is ended" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_signal_is_passed_on_to_the_command(home: Path, trainer: Path) -> None:
     words = [*HEADWAY, "startup", "audit", "--to-the-end", "--", sys.executable, str(trainer)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asked:

@@ -495,7 +495,7 @@ def test_a_slow_store_is_waited_for(line: Line, s3_root: str, mine: Keys, tmp_pa
     assert (set(loaded.members), loaded.problems) == ({"a"}, [])
 
 
-@pytest.mark.parametrize("where", ["folder", "s3", pytest.param("memory", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("where", ["folder", "memory", pytest.param("s3", marks=pytest.mark.thorough)])
 def test_every_kind_of_store_does_all_of_it(
     request: pytest.FixtureRequest, tmp_path: Path, mine: Keys, where: str
 ) -> None:

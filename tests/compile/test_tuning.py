@@ -131,7 +131,7 @@ def run(n):
     expected = torch.bmm(*given[:2]), given[2] + given[3].sum(0)
     return torch.allclose(product, expected[0], atol=1e-4) and torch.allclose(sums, expected[1], atol=1e-4)
 
-told["right"] = [run(16), run(48)]
+told["right"] = [run(16)]
 if not asked:
     told["right"].append(run(16))
 tell()
@@ -271,20 +271,20 @@ def test_inductors_choices_are_heard_and_the_next_run_benchmarks_fewer(tmp_path:
     told = choices(tmp_path, {}, "first")
     assert told["said"] == []
     op = "headway_test::rows_autotuned"
-    assert told["benchmarks"] == {"bmm": [2, 2, 2], op: [4, 4, 4]}  # the third had its times from torch's cache
+    assert told["benchmarks"] == {"bmm": [2, 2], op: [4, 4]}  # the second had its times from torch's cache
     found = tables(told)
     bmm, rows = found["inductor.bmm.cpu.float32"], found["inductor.headway_test__rows_autotuned.cpu.float32"]
-    assert (bmm.kind, bmm.benchmarks, len(bmm.ms)) == ("inductor", 4, 2)
-    assert (rows.kind, rows.benchmarks, len(rows.ms)) == ("inductor", 8, 2)
+    assert (bmm.kind, bmm.benchmarks, len(bmm.ms)) == ("inductor", 2, 1)
+    assert (rows.kind, rows.benchmarks, len(rows.ms)) == ("inductor", 4, 1)
     assert all(len(row) == 4 for row in rows.ms.values())
     assert bmm.seconds > 0
     kept = {bmm.kernel: smallest(bmm, 1e9), rows.kernel: rows.configs[:2]}
     assert len(kept[bmm.kernel]) == 1
     again = choices(tmp_path, kept, "second")
     assert again["said"] == []
-    assert told["right"] == [True] * 3
-    assert again["right"] == [True] * 2
-    assert again["benchmarks"] == {op: [2, 2]}
+    assert told["right"] == [True] * 2
+    assert again["right"] == [True]
+    assert again["benchmarks"] == {op: [2]}
     assert tables(again)["inductor.headway_test__rows_autotuned.cpu.float32"].configs == rows.configs[:2]
 
 
