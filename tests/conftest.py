@@ -6,6 +6,7 @@ A skip names the command that installs what is missing. In CI it is a failure.
 import importlib.util
 import itertools
 import os
+import re
 import resource
 import shutil
 import sys
@@ -62,6 +63,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.get_closest_marker("xdist_group") is None, not _is_thorough(item)))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse versions of pytest and xdist that ignore groups: each worker would start its own Slurm."""
+    if session.config.getoption("dist", "no") == "loadgroup" and hasattr(session.config, "workerinput"):
+        lost = [
+            each.nodeid for each in session.items if each.get_closest_marker("xdist_group") and "@" not in each.nodeid
+        ]
+        if lost:
+            raise pytest.UsageError(f"pytest-xdist ignores groups with pytest {pytest.__version__}: {lost[0]}")
+
+
 def _group_of(item: pytest.Item) -> str | None:
     """The worker group of a test that uses Slurm or a fixture made once per file; None if any worker may run it."""
     fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
@@ -112,11 +123,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     spent: dict[str, Spent] = defaultdict(Spent)
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            spent[report.nodeid].add(report)
+            spent[re.sub(r"@(slurm|tests/\S+\.py)$", "", report.nodeid)].add(report)
     packages: dict[str, list[Spent]] = defaultdict(list)
     for test, each in spent.items():
         folders = Path(test.partition("::")[0]).parts[1:-1]
         packages[folders[0] if folders else "tests"].append(each)
+    if not spent:
+        return
     line = terminalreporter.write_line
     line(f"\n{'package':<14}{'tests':>6}{'seconds':>10}{'of CPU':>10}")
     for name, every in sorted(packages.items(), key=lambda pair: -sum(each.wall_s for each in pair[1])):
