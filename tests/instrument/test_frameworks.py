@@ -97,12 +97,14 @@ def phases(ledger: dict[str, float]) -> dict[str, float]:
 
 
 def assert_alike(measured: dict[str, float], watched: dict[str, float]) -> None:
-    """Every phase is within 10% of the stopwatch, or 0.3 s where it is short: other tests take the cores in between."""
+    """Every phase is within 10% of the stopwatch, or within 1% of the whole run where it is short: the busier the
+    machine, the longer the run, and the longer each clock may wait for a core."""
+    whole = sum(watched[name] for name in ("start", "steps", "shutdown"))
     print(json.dumps({name: [round(measured[name], 3), round(watched[name], 3)] for name in watched}))
     apart = {
         name: (measured[name], seconds)
         for name, seconds in watched.items()
-        if abs(measured[name] - seconds) > max(0.1 * seconds, 0.3)
+        if abs(measured[name] - seconds) > max(0.1 * seconds, 0.01 * whole, 0.1)
     }
     assert not apart
 
