@@ -20,7 +20,7 @@ from headway.errors import InputError
 from headway.startup import groups
 from headway.startup.groups import device_mesh, lazy_groups, process_group
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 
 
 def total(group: Any) -> float:

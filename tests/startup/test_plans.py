@@ -111,7 +111,13 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+FURTHER = {"memory of a device", "bandwidth", "pooling", "one table more", "width of a table"}
+"""Changes of the same kind as others."""
+
+
+@pytest.mark.parametrize(
+    "change", [pytest.param(name, marks=pytest.mark.thorough if name in FURTHER else ()) for name in CHANGES]
+)
 def test_a_plan_for_something_else_is_not_taken(change: str, home: Path, asked: list[Any]) -> None:
     planned(home / "plans")
     planned(home / "plans", **CHANGES[change]())
