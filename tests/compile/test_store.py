@@ -219,8 +219,7 @@ def test_unsigned_segments_are_not_believed_where_others_can_write(root: Path, w
         assert loaded.members == {}
         (problem,) = loaded.problems
         assert "is not signed, and is not believed without: others can write" in problem
-        advice = problem[problem.index("chmod go-w ") :]  # a long path is cut off
-        assert f"chmod go-w {path}".startswith(advice.partition(")")[0])
+        assert f"chmod go-w {path}" in problem
     finally:
         path.chmod(before)
 

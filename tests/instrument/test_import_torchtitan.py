@@ -585,8 +585,9 @@ def test_traces_of_torchtitans_own_logger_killed_and_resumed(tmp_path: Path) -> 
     assert [round(steps) for steps in ledger.steps.values()] == [30, 2, 0]
     for rank in (0, 1):
         spent = by_bucket(ledger.rank_sums(rank))
-        saves = [took for took, line in durations(dump, rank, "checkpoint_save") if "step_tags" in line]
-        assert spent[Bucket.WASTE_CHECKPOINT_BLOCKING] == sum(saves)
+        saves = durations(dump, rank, "checkpoint_save")  # of every step; those that save nothing end at once
+        real_ns, all_ns = (sum(took for took, line in saves if tag in str(line)) for tag in ("step_tags", ""))
+        assert real_ns <= spent[Bucket.WASTE_CHECKPOINT_BLOCKING] <= all_ns
         waits = [took for took, line in durations(dump, rank, "fetching_batch") if line["relative_step"] > 1]
         assert spent[Bucket.WASTE_DATA_WAIT] == sum(waits)
         assert spent[Bucket.RECOVER_CHECKPOINT_RESTORE] == durations(dump, rank, "checkpoint_load")[1][0]

@@ -50,7 +50,7 @@ _NAME = re.compile(r"[0-9A-Za-z_-]{1,120}\.bundle")
 _PREFIX_BYTES = 1 << 16
 _LOOKS = 5
 _DEAD_PART_S = 3600
-_MOST_LETTERS = 300
+_MOST_LETTERS = 2000
 
 Told = TypeVar("Told", Manifest, Segment)
 
