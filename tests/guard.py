@@ -61,23 +61,34 @@ def descendants(pid: int) -> list[int]:
 
 
 def _guard(child: int, listened: list[signal.Signals]) -> int:
-    code, deadline, asked = None, None, None
-    while code is None:
-        left_s = GRACE_S if deadline is None else deadline - time.monotonic()
-        if left_s <= 0:
-            break
-        info = signal.sigtimedwait([signal.SIGCHLD, *listened], left_s)
-        if info and info.si_signo != signal.SIGCHLD and asked is None:
-            asked, deadline = info.si_signo, time.monotonic() + GRACE_S
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGINT)  # what a terminal does: pytest, its workers, and what they started
+    """Wait for the child, end it if asked to, and kill what is left. Return its exit code, or 128 + the signal."""
+    asked = code = None
+    while asked is None and code is None:
+        info = signal.sigwaitinfo([signal.SIGCHLD, *listened])
+        asked = info.si_signo if info.si_signo != signal.SIGCHLD else None
         code = _reap(child)
+    if asked is not None and code is None:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGINT)  # what a terminal does: pytest, its workers, and what they started
+        if not _ends(child):
+            _kill_all(but=child)  # so that pytest has no more workers to wait for, and prints its summary
+            _ends(child)
     _kill_all()
     shutil.rmtree(os.environ[shared.FOLDER], ignore_errors=True)
     if asked is not None:
         return 128 + asked
     assert code is not None
     return code if code >= 0 else 128 - code
+
+
+def _ends(child: int) -> bool:
+    """Whether the child ends within the time of grace."""
+    deadline = time.monotonic() + GRACE_S
+    while _reap(child) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _reap(child: int) -> int | None:
@@ -90,15 +101,16 @@ def _reap(child: int) -> int | None:
     return code
 
 
-def _kill_all() -> None:
-    """Kill what is left, again and again, since a process may fork before it is killed."""
+def _kill_all(but: int | None = None) -> None:
+    """Kill all processes below this one, again and again, since a process may fork before it is killed."""
     deadline = time.monotonic() + GRACE_S
-    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+    while (left := set(descendants(os.getpid())) - {but}) and time.monotonic() < deadline:
         for pid in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-        _reap(0)
+        if but is None:
+            _reap(0)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -27,6 +27,13 @@ _DRAWING = frozenset(
 """What draws from a generator, and takes another one."""
 
 _here = threading.local()
+_no_fork = threading.RLock()
+"""Held around calls into torch at the begin and end of a stage; forks wait for it.
+
+torch takes locks there, its own and C++'s for static variables. A data worker forked by another stage at that instant
+would find them taken for ever.
+"""
+os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_no_fork.release)
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -37,16 +44,21 @@ def seed_of(seed: int, name: str) -> int:
 @contextmanager
 def own_random(seed: int, computes: bool) -> Iterator[None]:
     """Random numbers of this block's own, whatever is drawn elsewhere."""
-    if not computes:
-        with _Own(seed):
-            yield
-        return
-    before = states()
+    mode = before = None
     try:
-        _seed(seed)
+        with _no_fork:
+            if computes:
+                before = states()
+                _seed(seed)
+            else:
+                mode = _Own(seed).__enter__()
         yield
     finally:
-        put_back(before)
+        with _no_fork:
+            if mode is not None:
+                mode.__exit__(None, None, None)
+            if before is not None:
+                put_back(before)
 
 
 def states() -> dict[str, Any]:
@@ -127,11 +139,15 @@ def _is_on_cpu(args: Any, kwargs: Any) -> bool:
     return torch.device(device).type == "cpu"
 
 
+def _current_mode() -> Any:
+    """The innermost mode of this thread. The function is private to torch: without it, data workers are only slower."""
+    return getattr(torch.overrides, "_get_current_function_mode", lambda: None)()
+
+
 def _in_child() -> None:
-    """A data worker that is started by a stage draws as any other does."""
+    """Let a data worker that a stage has started draw as any other does."""
     mode = getattr(_here, "mode", None)
-    current = getattr(torch.overrides, "_get_current_function_mode", lambda: None)  # private: else it is only slower
-    if current() is mode and isinstance(mode, _Own):
+    if isinstance(mode, _Own) and _current_mode() is mode:
         mode.__exit__(None, None, None)
 
 
