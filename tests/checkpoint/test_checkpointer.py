@@ -525,9 +525,9 @@ def test_hooks_into_torch_do_not_count_again_what_it_tells_itself(
 ) -> None:
     """`headway exec` hooks `dcp.load`, the optimizer and `torch.save`, all of which are used inside."""
     script.write_text(SCRIPT.replace(MEASURED, loop))
-    python = [sys.executable, str(script), str(root)]
+    python = [*HEADWAY, "exec", "--job", "j", sys.executable, str(script), str(root)]
     assert "from 0" in runs([*python, "40", "25", "10"], KILLED)
-    assert "from 20" in runs([*HEADWAY, "exec", "--job", "j", *python, "40", "-1", "10"])
+    assert "from 20" in runs([*python, "40", "-1", "10"])
     check_story(home, root)
 
 

@@ -112,7 +112,7 @@ Told = dict[str, Any]
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    ours = ("HEADWAY_", "SLURM_", "TORCH", "OMP_", "PYTHON")
+    ours = ("HEADWAY_", "SLURM_", "TORCH", "OMP_", "PYTHON", "PYTEST_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return environ | {"HEADWAY_HOME": str(folder / "home")}
 
