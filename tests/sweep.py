@@ -62,7 +62,7 @@ SWEEPS = {
         what="crashes of ranks under `headway run`: one restart cures each",
     ),
     "publisher": Sweep(
-        tests="tests/publish/test_versions.py -k killed_at",
+        tests="tests/publish/test_versions.py tests/publish/test_publisher.py -k killed_at",
         counted="kills",
         full=50,
         what="SIGKILLs of publishers: each version is whole or absent",
@@ -184,7 +184,11 @@ def main() -> int:
     if unknown := set(names) - set(SWEEPS):
         sys.exit(f"unknown sweep: {', '.join(sorted(unknown))}. There are: {', '.join(SWEEPS)}.")
     hours = os.environ.get("HOURS")
-    progress = sweep(names, float(hours) if hours else None)
+    try:
+        progress = sweep(names, float(hours) if hours else None)
+    except KeyboardInterrupt:
+        print("stopped; the next `make sweep` goes on from here")
+        return 130
     print(f"\n{time.strftime('%Y-%m-%d')}, commit {progress.commit}, seed {progress.seed}\n")
     print("| events | failed rounds | what |\n|---|---|---|")
     for name in names:
