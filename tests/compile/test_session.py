@@ -116,7 +116,6 @@ def test_hashes_of_torchs_sources_are_those_that_an_earlier_process_has_kept(fir
 
 def test_a_fresh_machine_compiles_nothing_computes_the_same_and_saves_nothing(first: First, tmp_path: Path) -> None:
     store, machine, cold = first
-    bundles = sorted(path.name for path in store.rglob("*.bundle"))
     assert (cold["outcome"]["outcome"], cold["hits"]) == ("miss", 0)
     assert machine.compilations() > 0
     fresh = Machine(tmp_path)
@@ -126,6 +125,9 @@ def test_a_fresh_machine_compiles_nothing_computes_the_same_and_saves_nothing(fi
     assert found["losses"] == cold["losses"]
     assert fresh.libraries() <= machine.libraries()
     assert fresh.compilations() == 0
+    # On a busy machine the first job may leave before torch has written its last file, which the second one then saves.
+    bundles = sorted(path.name for path in store.rglob("*.bundle"))
+    Machine(tmp_path / "third").run(store=str(store))
     assert sorted(path.name for path in store.rglob("*.bundle")) == bundles
 
 
