@@ -9,6 +9,7 @@ resumes with the next round; a sweep of another commit starts over. A round that
 and `SEED=… pytest TEST` repeats it.
 """
 
+import itertools
 import json
 import os
 import random
@@ -166,7 +167,7 @@ def sweep(names: list[str], hours: float | None) -> Progress:
     progress = resumed()
     todo = rounds(progress, names, time.time() + hours * 3600 if hours else None)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        running = {pool.submit(run_round, *each) for each, _ in zip(todo, range(AT_ONCE), strict=False)}
+        running = {pool.submit(run_round, *each) for each in itertools.islice(todo, AT_ONCE)}
         while running:
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for each in ended:
@@ -175,7 +176,7 @@ def sweep(names: list[str], hours: float | None) -> Progress:
                 size = f"{progress.events[name]:,} of {SWEEPS[name].full:,} {SWEEPS[name].counted}"
                 outcome = "passed" if passed else f"FAILED, see out/sweep/{name}-{seed}.log"
                 print(f"{time.strftime('%H:%M:%S')}  {name:<11} seed {seed}: {outcome}; {size}", flush=True)
-            running |= {pool.submit(run_round, *each) for each, _ in zip(todo, ended, strict=False)}
+            running |= {pool.submit(run_round, *each) for each in itertools.islice(todo, len(ended))}
     return progress
 
 
