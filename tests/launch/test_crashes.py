@@ -5,6 +5,7 @@ SEED chooses the order of the crashes and their ranks; `make sweep` repeats the 
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def faults(seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [SEED])
-def test_one_restart_cures_each_crash(home: Path, seed: int) -> None:
+def test_one_restart_cures_each_crash(home: Path, seed: int, record_property: Callable[[str, object], None]) -> None:
+    record_property("crashes", len(KINDS))
     words, steps = faults(seed), SAVED_EVERY * (len(KINDS) + 2)
     settings = {"FAULTS": " ".join(words), "STEPS": str(steps), "STEP_S": "0.005"}
     code, out, err = run(["--nproc-per-node", "2", "--job", "j", str(TRAINER)], home, cold=False, **settings)

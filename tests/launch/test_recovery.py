@@ -65,6 +65,15 @@ def test_a_full_disk_is_not_retried_even_after_progress(home: Path) -> None:
     assert len(report("j")["attempts"]) == 1
 
 
+def test_what_was_printed_long_before_a_rank_is_killed_does_not_stop_the_job(home: Path) -> None:
+    faults = "0:0@2=complain 0:1@2=complain 0:1@100=kill"
+    code, _, err = run([*TWO, str(TRAINER)], home, FAULTS=faults, STEP_S="0.05", STEPS="105")
+    assert code == 0, err
+    assert [(failure["rank"], failure["category"]) for failure in report("j")["failures"]] == [
+        (1, "sigkill_unexplained")
+    ]
+
+
 def test_max_restarts_is_the_most_there_will_be(home: Path) -> None:
     code, _, err = run([*TWO, "--max-restarts", "1", str(TRAINER)], home, FAULTS="0:1@4=kill 1:1@8=kill")
     assert code == 1

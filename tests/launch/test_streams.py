@@ -13,7 +13,7 @@ import pytest
 from supervising import WARM_HEADWAY
 
 import warm
-from headway.launch.streams import KEPT_BYTES, Tap
+from headway.launch.streams import KEPT_BYTES, Kept, Tap
 
 BIN = Path(sys.executable).parent
 PATIENCE_S = 120
@@ -34,7 +34,28 @@ def print_from(tap: Tap, program: str) -> str:
     process = subprocess.Popen([sys.executable, "-c", program], stderr=fd)
     os.close(fd)
     assert process.wait(PATIENCE_S) == 0
-    return kept.text()
+    return str(kept.told()["stderr"])
+
+
+@pytest.mark.parametrize("kind", ["tap", "file"])
+def test_the_step_at_which_each_line_came_is_kept(kind: str, tmp_path: Path) -> None:
+    tap = Tap(os.open(os.devnull, os.O_WRONLY))
+    fd, kept = tap.open()
+    if kind == "file":
+        os.close(fd)
+        fd, kept = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), Kept.of_file(str(tmp_path / "log"))
+    for text, steps in (
+        (b"one\n", 10),
+        (b"", 15),
+        (b"two\nthree\n", 20),
+        (b"x" * KEPT_BYTES + b"\n", 30),
+        (b"end\n", 40),
+    ):
+        os.write(fd, text)
+        tap.settle(PATIENCE_S)
+        kept.note(steps)
+    assert kept.told()["stderr_steps"] == [[1, 30], [0, 40]], "what is no longer kept has no step, either"
+    os.close(fd)
 
 
 def test_stderr_is_passed_on_and_kept(console: tuple[int, int]) -> None:
@@ -54,7 +75,7 @@ def test_lines_of_workers_that_print_at_once_are_kept_apart(console: tuple[int, 
             os.write(fd, f"{number}:{round_}\n".encode())
     for number, (fd, kept) in enumerate(opened):
         os.close(fd)
-        assert kept.text() == "".join(f"{number}:{round_}\n" for round_ in range(5))
+        assert kept.told()["stderr"] == "".join(f"{number}:{round_}\n" for round_ in range(5))
     tap.close()
 
 
@@ -127,7 +148,7 @@ def test_a_descriptor_that_a_daemon_holds_on_to_does_not_keep_the_tap_open(conso
     tap = Tap(console[1])
     fd, kept = tap.open()
     os.write(fd, b"said")
-    assert kept.text() == "said"
+    assert kept.told()["stderr"] == "said"
     tap.close()
     assert not tap._thread.is_alive()
     os.close(fd)
@@ -139,7 +160,7 @@ def test_every_descriptor_is_given_back(console: tuple[int, int]) -> None:
     for _ in range(20):
         fd, kept = tap.open()
         os.close(fd)
-        kept.text()
+        kept.told()["stderr"]
     tap.settle()
     assert len(os.listdir("/proc/self/fd")) == before
     tap.close()

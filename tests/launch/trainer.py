@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -40,6 +41,11 @@ def fail(kind: str) -> None:
             pass
     elif kind == "disk":
         raise OSError(28, "No space left on device")
+    elif kind == "complain":
+        try:
+            fail("disk")
+        except OSError:
+            traceback.print_exc()
     else:
         raise ValueError("a bad batch")
 

@@ -139,6 +139,46 @@ def test_what_headway_says_itself_is_no_evidence_even_at_the_end() -> None:
     assert explain("\n".join([*STEPS, said])).category == "unknown"
 
 
+LOGGED = f"2026-01-01 00:00:00 ERROR train: save failed: {NO_SPACE}"
+RAISED = f'Traceback (most recent call last):\n  File "train.py", line 3, in save\n    write()\n{NO_SPACE}'
+
+
+@pytest.mark.parametrize(
+    "said", [LOGGED, RAISED, f"headway: a checkpoint was not saved ({NO_SPACE}). Training goes on."]
+)
+def test_what_was_said_long_before_the_end_is_no_reason(said: str) -> None:
+    assert explain("\n".join([*STEPS[:5], said, *STEPS[5:], "Killed"])).category == "sigkill_unexplained"
+    evidence = Evidence(rank=0, exit_code=1, stderr=f"{said}\nbye\n", stderr_steps=[[1, 60]], steps=300)
+    assert classify(evidence).category == "unknown"
+
+
+@pytest.mark.parametrize("said", [LOGGED, RAISED])
+def test_what_was_said_last_is_a_reason(said: str) -> None:
+    assert explain("\n".join([*STEPS, said, "rank 0 ends"])).category == "disk_full"
+    evidence = Evidence(rank=0, exit_code=1, stderr=f"hello\n{said}\n", stderr_steps=[[5, 60]], steps=300)
+    assert classify(evidence).category == "disk_full"
+
+
+def test_an_exception_is_the_reason_however_much_is_printed_after_it() -> None:
+    assert explain("\n".join([*STEPS, RAISED, *["cleaning up"] * 50])).category == "disk_full"
+    assert explain("\n".join([*STEPS, LOGGED, *["cleaning up"] * 50])).category == "unknown"
+
+
+def test_who_was_killed_did_not_end_for_want_of_room() -> None:
+    assert classify(Evidence(rank=0, exit_code=-9, stderr=RAISED)).category == "sigkill_unexplained"
+    assert classify(Evidence(rank=0, exit_code=-6, stderr=RAISED)).category == "disk_full"
+
+
+def test_a_notice_counts_although_training_went_on_for_a_while() -> None:
+    notice = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***"
+    assert explain("\n".join([*STEPS[:5], notice, *STEPS[5:]])).category == "preempted"
+
+
+def test_advice_for_the_case_of_an_error_is_no_error() -> None:
+    advice = "If you see NaN losses, lower the learning rate.\n"
+    assert explain(f"{advice}SyntaxError: invalid syntax\n").category == "python_error"
+
+
 def test_a_warning_counts_if_the_log_ends_with_it() -> None:
     assert explain("\n".join([*STEPS, HEALTHY[7]])).category == "remote_service_transient"
 

@@ -69,6 +69,23 @@ def test_the_rank_that_did_not_enter_is_stuck_and_its_line_is_named() -> None:
     ]
 
 
+def test_a_rank_that_left_early_is_named_and_the_one_that_waits_for_it_is_stuck() -> None:
+    waits = Dump([entry("all_reduce", 5, ends=False, ranks=[0, 1])], IN_ALL_REDUCE)
+    for dump in (waits, Dump(None, IN_ALL_REDUCE), Dump(None, IN_BACKWARD)):
+        finding = explain({1: dump}, left=[0])
+        assert (finding.kind, finding.stuck_ranks) == ("left_early", (1,))
+        assert finding.text.startswith("rank 0 has left, with exit code 0, while rank 1 is still waiting in ")
+
+
+def test_a_rank_that_ended_well_is_not_blamed_for_one_that_is_stuck() -> None:
+    waits = Dump([entry("all_reduce", 5, ends=False, ranks=[0, 1, 2])], IN_ALL_REDUCE)
+    for dumps in ({1: Dump(None, SLEEPS)}, {1: Dump([], SLEEPS), 2: waits}):
+        finding = explain(dumps, left=[0])
+        assert finding.stuck_ranks == (1,)
+        assert "rank 0 has left, with exit code 0" in finding.text
+        assert "/job/data.py:7" in finding.where
+
+
 def test_a_rank_whose_own_wait_is_for_another_rank_is_not_the_cause() -> None:
     dp = entry("all_reduce", 9, ends=False, group="dp", ranks=[0, 1])
     tp = entry("all_gather", 4, ends=False, group="tp", ranks=[1, 2])

@@ -8,7 +8,6 @@ from headway.recover.categories import CATEGORIES
 from headway.recover.policy import (
     ACTIONS,
     BUDGETS,
-    HOPELESS,
     MOST_REPEATS,
     Decision,
     History,
@@ -41,7 +40,7 @@ def test_every_action_and_every_class_of_the_categories_is_known() -> None:
 @pytest.mark.parametrize("category", sorted(CATEGORIES))
 def test_a_failure_after_progress_restarts_at_once_unless_no_retry_can_help(category: str) -> None:
     decision = decided(category, trained=True, progressed=True)
-    assert decision.do == ("stop" if category in HOPELESS else "restart")
+    assert decision.do == ("stop" if category in ("cancelled", "disk_full", "quota_exceeded") else "restart")
     assert not decision.wait_s
 
 

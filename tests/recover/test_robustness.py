@@ -72,6 +72,7 @@ def test_twice_the_log_takes_about_twice_the_time() -> None:
     assert seconds_for(whole) < 6 * seconds_for(half)
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_log() -> None:
     def lines(count: int) -> Iterator[str]:
         for number in range(count):

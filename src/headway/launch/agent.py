@@ -183,6 +183,9 @@ class Agent(SimpleElasticAgent):
     def _look_around(self) -> Order | None:
         """What is going on with the other nodes, and whether anything moves here."""
         self._crew.get_ready()
+        self._progress.poll()
+        for local_rank, steps in enumerate(self._progress.steps):
+            self._kept[local_rank].note(steps)
         try:
             is_alarmed = self._peers.is_alarmed()
             if is_alarmed and (order := self._peers.decided()) is not None:
@@ -267,8 +270,8 @@ class Agent(SimpleElasticAgent):
 
     def _about_failure(self) -> Order:
         findings = self._findings()
-        until = time.monotonic() + (SETTLE_S if self._has_company() else 0.0)
-        while self._surgery.is_effect(findings) and time.monotonic() < until:
+        until = time.monotonic() + SETTLE_S
+        while self._surgery.is_effect(findings) and self._has_company() and time.monotonic() < until:
             if (order := self._told_elsewhere()) is not None:
                 return order
             self._crew.look(0.02)
@@ -277,7 +280,7 @@ class Agent(SimpleElasticAgent):
 
     def _has_company(self) -> bool:
         """Whether the root may be with a rank that has not been heard yet."""
-        return self._peers.count > 1 or any(not worker.failed_ns for worker in self._crew.workers)
+        return self._peers.count > 1 or not all(worker.is_over or worker.failed_ns for worker in self._crew.workers)
 
     def _decide(self, findings: Findings) -> Order:
         """What to do: as the node says that has the root, where that is another one; else as this one proposes."""
@@ -319,12 +322,10 @@ class Agent(SimpleElasticAgent):
         )
 
     def _findings(self) -> Findings:
-        failed = [
-            (rank, worker)
-            for rank, worker in zip(self._worker_group.workers, self._crew.workers, strict=True)
-            if worker.failed_ns
-        ]
-        kernel = self._kernel.about({worker.pid for _, worker in failed})
+        self._progress.poll()
+        everyone = zip(self._worker_group.workers, self._crew.workers, self._progress.steps, strict=True)
+        failed = [(rank, worker, steps) for rank, worker, steps in everyone if worker.failed_ns]
+        kernel = self._kernel.about({worker.pid for _, worker, _ in failed})
         ooms = oom_kills()
         killed = (ooms or 0) - (self._ooms or 0) if ooms is not None else 0
         return [
@@ -334,13 +335,14 @@ class Agent(SimpleElasticAgent):
                 "at_ns": _wall_ns(worker.failed_ns),
                 "exit_code": worker.code,
                 "exception": worker.exception,
-                "stderr": self._kept[rank.local_rank].text(),
+                "steps": steps,
+                **self._kept[rank.local_rank].told(),
                 "error_file": _read(self._error_files.get(rank.local_rank, "")),
                 "oom_kills": killed,
                 "kernel": kernel.get(worker.pid, ""),
                 "scheduler": scheduler_says(os.environ),
             }
-            for rank, worker in failed
+            for rank, worker, steps in failed
         ]
 
     def _about_hang(self, is_asked: bool) -> Order | None:
@@ -374,14 +376,16 @@ class Agent(SimpleElasticAgent):
         time.sleep(max(0.0, began_s + WORK_S - time.monotonic()))
         after = sessions.work_done(pids.values())
         active = [rank for rank, pid in pids.items() if _is_active(before[pid], after[pid], time.monotonic() - began_s)]
-        return told | {"node": self._process.node, "active": active}
+        pairs = zip(self._worker_group.workers, self._crew.workers, strict=True)
+        left = [rank.global_rank for rank, worker in pairs if worker.is_done]
+        return told | {"node": self._process.node, "active": active, "left": left}
 
     def _living(self) -> list[int]:
         return [worker.pid for worker in self._crew.workers if not worker.gone_ns]
 
     def _pids(self) -> dict[int, int]:
         pairs = zip(self._worker_group.workers, self._crew.workers, strict=True)
-        return {rank.global_rank: worker.pid for rank, worker in pairs if not worker.gone_ns}
+        return {rank.global_rank: worker.pid for rank, worker in pairs if not worker.gone_ns and not worker.is_done}
 
     def _lost_store(self, error: Exception) -> None:
         """Without it this node can go on as it is, but neither ask the others nor meet them again."""

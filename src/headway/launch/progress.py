@@ -169,6 +169,11 @@ class Progress:
             watch.poll()
 
     @property
+    def steps(self) -> list[int]:
+        """How many steps each rank of this node has trained in this attempt."""
+        return [watch.steps for watch in self._watches]
+
+    @property
     def trained(self) -> bool:
         """Whether this attempt trained a step."""
         return any(watch.steps for watch in self._watches)
@@ -183,7 +188,6 @@ class Progress:
         """Since when nothing moves, if that is too long, or somebody asks; ranks that are over are left out."""
         if self._after_s == 0:
             return None
-        self.poll()
         pairs = zip(over, self._watches, strict=True)
         at_work = [watch for is_over, watch in pairs if not is_over and watch.steps > 1 and not watch.has_finished]
         if not is_asked and not any(now_ns - watch.last_ns > self._patience_ns(watch) for watch in at_work):

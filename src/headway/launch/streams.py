@@ -10,6 +10,7 @@ import tty
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 KEPT_BYTES = 64 * 1024
 """What is kept of each worker's stderr: its end."""
@@ -35,7 +36,7 @@ class Tap:
     def __init__(self, console_fd: int = 2) -> None:
         self._console = console_fd
         self._is_terminal = os.isatty(console_fd)
-        self._ends: dict[int, bytearray] = {}
+        self._ends: dict[int, _End] = {}
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = select.poll()
         self._poller.register(self._wake_r, select.POLLIN)
@@ -49,10 +50,10 @@ class Tap:
     def open(self) -> "tuple[int, Kept]":
         """A descriptor to give a worker, to be closed here then; and what will be kept of what it prints."""
         ours, theirs = self._terminal() if self._is_terminal else os.pipe2(os.O_CLOEXEC)
-        self._ends[ours] = end = bytearray()
+        self._ends[ours] = end = _End()
         self._poller.register(ours, select.POLLIN)
         self._wake()
-        return theirs, Kept(lambda: self._text(end))
+        return theirs, Kept(lambda: self._settled(end), lambda: end.size)
 
     def settle(self, timeout_s: float = 0.2) -> None:
         """Waits until what has been printed so far is taken in."""
@@ -79,9 +80,9 @@ class Tap:
         with suppress(BlockingIOError):  # it will wake up anyhow
             os.write(self._wake_w, b"w")
 
-    def _text(self, end: bytearray) -> str:
+    def _settled(self, end: "_End") -> tuple[bytes, int]:
         self.settle()
-        return bytes(end).decode("utf-8", "replace")
+        return bytes(end.data), end.size
 
     def _terminal(self) -> tuple[int, int]:
         ours, theirs = pty.openpty()
@@ -116,34 +117,66 @@ class Tap:
             self._ends.pop(fd, None)
             os.close(fd)  # last: from here on the number may be another's
             return
-        end = self._ends[fd]
-        end += data
-        del end[:-KEPT_BYTES]
+        self._ends[fd].add(data)
         self._mid_line = not data.endswith((b"\n", b"\r"))
         with suppress(OSError):  # nobody reads the console: the workers go on
             _write_all(self._console, data)
 
 
-class Kept:
-    """The end of what one worker printed on stderr."""
+class _End:
+    """The last bytes of a stream, and how many there were in all."""
 
-    def __init__(self, text: Callable[[], str]) -> None:
-        self.text = text
+    def __init__(self) -> None:
+        self.data, self.size = bytearray(), 0
+
+    def add(self, data: bytes) -> None:
+        self.data += data
+        self.size += len(data)
+        del self.data[:-KEPT_BYTES]
+
+
+class Kept:
+    """The end of what one worker printed on stderr, and how far it had trained when it printed each line."""
+
+    def __init__(self, read: Callable[[], tuple[bytes, int]], size: Callable[[], int]) -> None:
+        """`read` returns the end, and the size of the whole; `size` the size alone, without waiting."""
+        self._read, self._size = read, size
+        self._marks: list[tuple[int, int]] = []
 
     @classmethod
     def of_file(cls, path: str) -> "Kept":
         """The end of a log file."""
-        return cls(lambda: _end_of(Path(path)))
+        return cls(lambda: _end_of(Path(path)), lambda: _size_of(path))
+
+    def note(self, steps: int) -> None:
+        """Remember that what was printed by now came before the end of this step."""
+        size = self._size()
+        if size > (self._marks[-1][0] if self._marks else 0):
+            self._marks = [mark for mark in self._marks if mark[0] > size - KEPT_BYTES] + [(size, steps)]
+
+    def told(self) -> dict[str, Any]:
+        """The text, and how far training was at its lines, in an `Evidence`'s words."""
+        data, size = self._read()
+        before = size - len(data)
+        steps = [[data.count(b"\n", max(0, at - before)), steps] for at, steps in self._marks]
+        return {"stderr": data.decode("utf-8", "replace"), "stderr_steps": steps}
 
 
-def _end_of(path: Path) -> str:
+def _end_of(path: Path) -> tuple[bytes, int]:
     try:
         with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - KEPT_BYTES))
-            return file.read().decode("utf-8", "replace")
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - KEPT_BYTES))
+            return file.read(), size
     except OSError:
-        return ""
+        return b"", 0
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -7,6 +7,7 @@ the process, and the launcher lists an exit code. So every rule has a strength, 
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,7 @@ from headway.errors import InputError
 from headway.recover.categories import CATEGORIES, UNKNOWN
 from headway.recover.evidence import Evidence
 from headway.recover.known import RULES
-from headway.recover.log import Book, Log, Match
+from headway.recover.log import FINAL, Book, Log, Match
 from headway.recover.rules import Rule, Strength
 
 
@@ -48,13 +49,17 @@ class Classifier:
         """What one rank's failure is."""
         if self._ask and (verdict := self._ask(evidence)):
             return verdict
-        found = [
-            match
-            for source, lines in _texts(evidence)
-            if (match := Log(self._book, states=source == "scheduler").read(lines).strongest(source))
-        ]
+        found = [match for source, lines in _texts(evidence) if (match := self._said(evidence, source, lines))]
         found += _circumstances(evidence)
         return _verdict(max(found, key=lambda match: match.strength, default=None))  # among equals, the first source
+
+    def _said(self, evidence: Evidence, source: str, lines: Iterable[str]) -> Match | None:
+        """Return the match of one source. A process killed by SIGKILL or SIGTERM did not fail on a full disk."""
+        is_stderr = source == "stderr"
+        steps = _steps_by_line(evidence) if is_stderr else ()
+        match = Log(self._book, states=source == "scheduler", steps=steps).read(lines).strongest(source)
+        was_killed = _signal_of(evidence.exit_code) in (9, 15) and not evidence.exception
+        return None if match and is_stderr and was_killed and match.category.name in FINAL else match
 
     def explain(self, log: str | Iterable[str]) -> Verdict:
         """What a log tells of a failure: `log` is a text, or lines as a file gives them, with their ends."""
@@ -128,6 +133,14 @@ def _texts(evidence: Evidence) -> Iterator[tuple[str, Iterator[str]]]:
         text: str = getattr(evidence, source)
         if text:
             yield source, _lines(_elastic_message(text) if source == "error_file" else text)
+
+
+def _steps_by_line(evidence: Evidence) -> list[tuple[int, int]]:
+    """Up to which line of stderr how many steps had been trained; empty if no step was seen."""
+    if not evidence.steps:
+        return []
+    count = evidence.stderr.count("\n")
+    return [*((count - left, steps) for left, steps in evidence.stderr_steps), (sys.maxsize, evidence.steps)]
 
 
 def _elastic_message(text: str) -> str:

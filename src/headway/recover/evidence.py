@@ -1,5 +1,6 @@
 """What is known of one rank's failure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,6 +18,10 @@ class Evidence:
     """The uncaught exception, its traceback included, as the worker itself recorded it."""
     stderr: str = ""
     """The last lines."""
+    stderr_steps: Sequence[Sequence[int]] = ()
+    """Pairs `(lines, steps)`: all but the last so many lines came before the rank had trained more than these steps."""
+    steps: int = 0
+    """How many steps the rank had trained when it failed."""
     error_file: str = ""
     """Torch elastic's error file, which is JSON."""
     oom_kills: int = 0

@@ -7,11 +7,11 @@ instead. Stacks alone serve too. Dumps of several nodes are one mapping; ranks m
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal, Protocol
 
-Kind = Literal["missing_rank", "mismatch", "same_collective", "not_in_collective"]
+Kind = Literal["missing_rank", "mismatch", "same_collective", "not_in_collective", "left_early"]
 Entry = Mapping[str, Any]
 
 PLACES_SHOWN = 8
@@ -44,12 +44,15 @@ class Finding:
     """The same in plain lines, for a terminal."""
 
 
-def explain(dumps: Mapping[int, Dump]) -> Finding:
-    """Which ranks are stuck, and in or before which collective."""
+def explain(dumps: Mapping[int, Dump], left: Collection[int] = ()) -> Finding:
+    """Which ranks are stuck, and in or before which collective. `left` are ranks that have ended with exit code 0."""
     calls = {rank: call_in(dump.stacks) for rank, dump in sorted(dumps.items())}
     waits = [*_collective_waits(dumps, calls), *_pair_waits(dumps)]
     halted = {rank for rank, dump in dumps.items() if dump.state}
     verdict = _verdict_of_flights(waits, calls, halted) if waits else _verdict_of_stacks(calls, halted)
+    if left:
+        waiting = {rank for wait in waits for rank in wait.waiting} | {rank for rank in calls if calls[rank].collective}
+        verdict = _without_those_that_left(verdict, sorted(left), sorted(waiting))
     where = next((calls[rank].where for rank in verdict.stuck if rank in calls and calls[rank].where), "")
     return Finding(
         stuck_ranks=tuple(sorted(verdict.stuck)),
@@ -369,6 +372,17 @@ def _all_in(title: str, name: str, ranks: list[int], halted: Collection[int]) ->
     advice = f"{_ranks(stuck)} cannot run." if stuck else "look at the network, and at the devices."
     line = f"{_ranks(ranks)} {_is(ranks)} in {title}, and it does not end: {advice}"
     return _Verdict("same_collective", stuck or ranks, name, line)
+
+
+def _without_those_that_left(verdict: _Verdict, left: list[int], waiting: list[int]) -> _Verdict:
+    """Blame nobody for having ended well, except where others wait in a collective for just those that have."""
+    stuck = [rank for rank in verdict.stuck if rank not in left]
+    have_left = f"{_ranks(left)} {'has' if len(left) == 1 else 'have'} left, with exit code 0"
+    if verdict.kind == "same_collective" or (waiting and not stuck):
+        waiting = waiting or stuck
+        line = f"{have_left}, while {_ranks(waiting)} {_is(waiting)} still waiting in {verdict.collective}."
+        return _Verdict("left_early", waiting, verdict.collective, line)
+    return replace(verdict, stuck=stuck, headline=f"{verdict.headline} {have_left}.")
 
 
 def _places(stuck: Collection[int], calls: Mapping[int, Call], dumps: Mapping[int, Dump]) -> Iterator[str]:

@@ -5,7 +5,7 @@ a chain of them, as a warning that had no consequence, as the echo of what its r
 """
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -24,12 +24,20 @@ class Match:
     line: str
     number: int | None = None
     source: str = ""
+    steps: int = 0
+    """How many steps had been trained when the line came, as far as is known."""
 
 
 _LONGEST = 4000
 _SHOWN = 500
 _TAIL_LINES = 20
 """A warning that so many lines follow had no consequence."""
+_OUTLIVED_STEPS = 10
+"""A line after which so many steps were trained is not why the job failed, except what devices and schedulers say."""
+_OUTLIVED_NOTICES = 100
+"""The same, for those: who gives notice lets training go on for a while."""
+FINAL = ("disk_full", "quota_exceeded")
+"""What no retry can help. It takes the exception itself or one of the last lines: a program may try again, or go on."""
 _REMEMBERED = 20_000
 """Shapes of lines, and ranks, that a log is remembered by: a bound on memory."""
 
@@ -58,15 +66,17 @@ _WARNING = re.compile(r"\bWARNING\b|\[W\d* ?|^\s*W\d{4} |: W tensorflow")
 _HARMLESS = re.compile(
     r"OMP_NUM_THREADS|no eligible providers|NET/IB ?: ?No device|NET/(?:Plugin|OFI)?.{0,20}(?:No plugin|Failed to find)"
     r"|find_unused_parameters=True was specified|\b(?:if|when|in case|unless)\b.{0,30}\bpreempt|signal handler"
-    r"|\bINFO\b.{0,80}(?:no error|success)|is not a failure|error resolved"
+    r"|\bINFO\b.{0,80}(?:no error|success)|is not a failure|error resolved|^\s*(?:if|when|in case) you\b"
     r"|^\s*(?:usage:|-\w\b|--\w[\w-]+[ =])"  # a program's help
     r"|^\s*#(?! out of bounds values| ?\()"
     r"|^\s+(?:raise|except|assert|import|from|return|def|if|elif|with) ",  # its source
     re.IGNORECASE,
 )
 _FRAME = re.compile(r'\s*File "[^"]{1,400}", line \d+')
-_OURSELVES = ("headway: the hook on ", "headway: fast batch ", "headway: this process is not measured ")
-"""What headway says of failures that the job goes on after is no evidence."""
+_OURSELVES = re.compile(r"headway: (?!cannot run )")
+"""What headway says is no evidence, except that the program could not be started."""
+_STEP = re.compile(r"\b(?:step|iter(?:ation)?|batch)s?\b[^\d\n]{0,12}(\d+)|\b(\d+)/\d+ \[[\d:]+<", re.IGNORECASE)
+"""How programs count their steps: `step 12`, `iteration=12`, a progress bar."""
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _EXCEPTION = re.compile(
@@ -130,11 +140,16 @@ _STATES = {
 class Log:
     """Reads a log once, in memory that does not grow with it."""
 
-    def __init__(self, book: Book, states: bool = False) -> None:
+    def __init__(self, book: Book, states: bool = False, steps: Iterable[tuple[int, int]] = ()) -> None:
+        """`steps` are pairs `(line, steps)`: the lines up to this one came before so many steps were trained. Without
+        them, the step numbers that the lines themselves tell are counted."""
         self._book = book
         self._states = states
+        self._known_steps = deque(steps)
+        self._steps = self._step = 0
         self._best: Match | None = None
         self._soft: Match | None = None
+        self._final: Match | None = None
         self._read = 0
         self._shapes: dict[str, Rule | None] = {}
         self._cut_off: set[str] = set()
@@ -148,6 +163,7 @@ class Log:
         for line in lines:
             self._read += begins
             begins = line.endswith("\n")
+            self._count_steps(line)
             if _TRACEBACK in line:
                 line = line.replace("\\n", "\r")  # one that a JSON log holds in one line
             for piece in line.split("\r"):
@@ -157,17 +173,37 @@ class Log:
 
     def strongest(self, source: str) -> Match | None:
         """The match that decides, if there is any."""
-        found = self._best
-        if found is None and self._soft and self._read - (self._soft.number or 0) <= _TAIL_LINES:
-            found = self._soft
+        if self._known_steps:
+            self._trained(self._known_steps[-1][1])
+        late = [each for each in (self._final, self._soft) if each and self._read - (each.number or 0) <= _TAIL_LINES]
+        found = max([each for each in (self._best, *late[:1]) if each], key=lambda each: each.strength, default=None)
         return replace(found, source=source) if found else None
+
+    def _count_steps(self, line: str) -> None:
+        if self._known_steps:
+            while len(self._known_steps) > 1 and self._known_steps[0][0] < self._read:
+                self._known_steps.popleft()
+            self._trained(self._known_steps[0][1])
+        elif (self._best or self._final) and (counted := _STEP.search(line)):
+            step = int(counted[1] or counted[2])
+            self._trained(self._steps + (step > self._step))
+            self._step = step
+
+    def _trained(self, steps: int) -> None:
+        """Drop what so many steps were trained after that it cannot be the cause."""
+        self._steps = steps
+        if self._final and steps - self._final.steps >= _OUTLIVED_STEPS:
+            self._final = None
+        if self._best and steps - self._best.steps >= _outlived_after(self._best.strength):
+            self._best = None
+            self._cut_off.clear()
 
     def _take(self, piece: str, number: int) -> None:
         line = _ANSI.sub("", piece) if "\x1b" in piece or "#033" in piece else piece
         if len(line) > _LONGEST:
             line = f"{line[: _LONGEST * 3 // 4]} … {line[-_LONGEST // 4 :]}"
         rank, rest = _without_prefix(line)
-        if rest.startswith(_OURSELVES):
+        if _OURSELVES.match(rest):
             return
         if rest.startswith(_CHAINED):
             self._note(self._chained, rank)
@@ -177,13 +213,14 @@ class Log:
             return
         if self._is_code(rest, rank):
             return
+        was_raised = rank in self._in_traceback
         rule = self._state(line) or self._rule_of(rest)
         if rule is None:
             rule = self._exception(rest, rank)
         elif _EXCEPTION.match(rest):
             self._end_traceback(rank)
         if rule:
-            self._keep(rule, line, rank, number)
+            self._keep(rule, line, rank, number, was_raised)
 
     def _state(self, line: str) -> Rule | None:
         """The rule for a state, if it was a scheduler that said the word."""
@@ -221,15 +258,17 @@ class Log:
         self._chained.discard(rank)
         self._in_traceback.discard(rank)
 
-    def _keep(self, rule: Rule, line: str, rank: str, number: int) -> None:
+    def _keep(self, rule: Rule, line: str, rank: str, number: int, was_raised: bool) -> None:
         strength = _in_context(rule.strength, line)
         if strength == Strength.PROGRAM and rank in self._cut_off:
             return
         if strength in (Strength.CASCADE, Strength.VAGUE):
             self._note(self._cut_off, rank)
-        match = Match(strength, rule.category, rule.name, line.strip()[:_SHOWN], number)
+        match = Match(strength, rule.category, rule.name, line.strip()[:_SHOWN], number, steps=self._steps)
         if strength == Strength.SOFT:
             self._soft = match
+        elif rule.category.name in FINAL and not was_raised and strength != Strength.OWN:
+            self._final = match
         elif self._best is None or strength > self._best.strength:
             self._best = match
 
@@ -250,6 +289,10 @@ def _without_prefix(line: str) -> tuple[str, str]:
         at = prefix.end()
     rest = line[at:]
     return rank, (rest[1:] if at and rest.startswith(" ") else rest) or line
+
+
+def _outlived_after(strength: Strength) -> int:
+    return _OUTLIVED_NOTICES if strength >= Strength.SCHEDULER else _OUTLIVED_STEPS
 
 
 def _in_context(strength: Strength, line: str) -> Strength:
