@@ -121,6 +121,19 @@ def test_without_checkpoints_there_is_nothing_to_read(root: Path, home: Path) ->
         assert checkpointer.restore() is None
 
 
+def test_without_a_checkpoint_workers_are_sent_off_at_once_but_only_by_the_main_thread(
+    root: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(Resumable, "begin", lambda self: begun.append(threading.current_thread().name))
+    other = threading.Thread(target=lambda: read_ahead(root).loader(DataLoader(list(range(4)))), name="other")
+    other.start()
+    other.join()
+    assert begun == []
+    read_ahead(root).loader(DataLoader(list(range(4))))
+    assert begun == [threading.main_thread().name]
+
+
 def test_no_more_is_read_than_there_is_room_for(root: Path, home: Path) -> None:
     save(root, 1)
     size = shard(root, 1).stat().st_size

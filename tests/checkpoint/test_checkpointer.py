@@ -513,12 +513,9 @@ MEASURED = "for step, _ in run.steps(range(checkpointer.step, steps), start=chec
 OWN_LOOP = "for step in range(checkpointer.step, steps):"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "loop",
-    [
-        pytest.param(MEASURED, id="measured"),
-        pytest.param(OWN_LOOP, id="a loop of its own", marks=pytest.mark.thorough),
-    ],
+    "loop", [pytest.param(MEASURED, id="measured"), pytest.param(OWN_LOOP, id="a loop of its own")]
 )
 def test_hooks_into_torch_do_not_count_again_what_it_tells_itself(
     root: Path, home: Path, script: Path, loop: str

@@ -136,7 +136,7 @@ def test_keepers_of_two_roots_know_nothing_of_each_other(trainer: Callable[..., 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
 def test_another_user_is_sent_away(trainer: Callable[..., Trainer], root: Path) -> None:
     trainer()
-    address = wire.address(str(root))
+    address = wire.address(wire.place(str(root)))
     if not (child := os.fork()):
         try:
             os.setuid(65534)

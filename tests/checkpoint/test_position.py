@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 import warm
-from headway.checkpoint.position import Resumable, rng_state, set_rng_state
+from headway.checkpoint.position import Resumable, rng_state, set_position, set_rng_state
 
 SAMPLES, EPOCHS = 11, 3
 DRAWN = 70
@@ -509,6 +509,16 @@ def test_the_samplers_epoch_is_the_interrupted_ones_even_where_nobody_sets_it() 
 
 
 # --- another number of ranks -----------------------------------------------------------------------------------------
+
+
+def test_a_loader_with_a_position_of_its_own_begins_anew_on_other_ranks_and_that_is_said() -> None:
+    loaded: list[Any] = []
+    loader = SimpleNamespace(load_state_dict=loaded.append)
+    said = set_position(loader, {"at": 3}, saved_ranks=4, ranks=2)
+    assert said == "the loader's position was that of 4 ranks, not 2: its data begins anew."
+    assert loaded == []
+    assert set_position(loader, {"at": 3}, saved_ranks=2, ranks=2) == ""
+    assert loaded == [{"at": 3}]
 
 
 def _ranks(size: int, batch_size: int, samples: int) -> list[Resumable]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import ranks as warm_ranks
 import warm
 from headway.checkpoint.state import TrainingState
 from headway.errors import InputError
@@ -47,7 +48,7 @@ top = {name: each for name, each in model.named_parameters() if "top." in name}
 optimizer = CombinedOptimizer([model.fused_optimizer, KeyedOptimizerWrapper(top, lambda p: kind(p, lr=0.1))])
 if init:
     optimizer.optimizers[1][1].init_state()
-with headway.Checkpointer("saved", model=model, optimizer=optimizer, interval=1, keep=10) as ckpt:
+with headway.Checkpointer("saved", model=model, optimizer=optimizer, interval=None, keep=10) as ckpt:
     ckpt.restore()
     for step in range(ckpt.step, steps):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -56,6 +57,7 @@ with headway.Checkpointer("saved", model=model, optimizer=optimizer, interval=1,
         loss = model(KeyedJaggedTensor(["a", "b", "c"], ids, lengths=lengths)).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         ckpt.after(step)
+        ckpt.save()
         if dist.get_rank() == 0:
             print(json.dumps([step, loss.item().hex()]), flush=True)
 """
@@ -69,7 +71,7 @@ def losses(folder: Path, *words: str, **environ: str) -> tuple[dict[int, str], s
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors.open("a"), "text": True}
     ranks = [
         warm.Popen(
-            [sys.executable, "script.py", *words], imports=["torchrec"], cwd=folder, **streams,
+            [sys.executable, "script.py", *words], imports=warm_ranks.IMPORTS, cwd=folder, **streams,
             env=os.environ | environ | {
                 "HEADWAY_HOME": str(folder / "home"), "HEADWAY_JOB": "j", "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank),
                 "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MEETING": meeting,

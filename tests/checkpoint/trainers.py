@@ -214,6 +214,10 @@ class Orders:
         self.save_ = self.checkpointer.save(step)
         return self.save_.blocked_s
 
+    def hold(self, step: int) -> None:
+        """Saves the weights that it has in memory alone."""
+        self.checkpointer._save(step, None, durable=False, may_skip=False)
+
     def save_and_spoil(self, step: int) -> None:
         """The weights change as soon as the call has returned."""
         self.save(step)

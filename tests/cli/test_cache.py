@@ -86,6 +86,7 @@ def test_info_says_what_a_key_was_made_from_and_what_it_holds(root: Path) -> Non
     told = run("info", KEY[:6])
     assert told.exit_code == 0
     assert told.output.startswith(f"{KEY}\n2 members in 1 segment, ")
+    assert re.search(r", saved \d{4}-\d\d-\d\d [\d:]+, used \d{4}-", told.output), told.output
     assert "  torch    2.13.0\n" in told.output
     assert "  file .so   3.0 kB unpacked\n" in told.output
     assert f"  {segment(root).name}  not signed\n" in told.output

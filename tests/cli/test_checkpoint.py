@@ -73,6 +73,14 @@ def test_verify_is_quiet_about_what_is_good(root: Path) -> None:
     assert "never committed" in told.output
 
 
+def test_verify_fails_if_latest_has_lost_its_commit_marker(root: Path) -> None:
+    (root / "latest").write_text("step-00000200")
+    (root / "step-00000200" / ".metadata").unlink()
+    told = run("verify", root)
+    assert told.exit_code == 1
+    assert "was never committed: there is no .metadata" in told.output
+
+
 def test_verify_names_the_file_that_is_not(root: Path) -> None:
     shard = damage(root)
     told = run("verify", root)

@@ -61,6 +61,7 @@ def recompiled(home: Path, source: str = "L['x']", now: int = 7, cache: Path | N
     return f"job-{now}"
 
 
+@pytest.mark.thorough
 def test_a_ragged_job_compiles_once_with_the_value_that_is_printed(home: Path) -> None:
     before = run("--", sys.executable, RAGGED, "eager")
     (job,) = jobs_in(home)

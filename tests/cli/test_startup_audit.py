@@ -163,6 +163,7 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.thorough
 def test_a_training_is_ended_once_all_ranks_have_made_their_first_step(home: Path, trainer: Path) -> None:
     done = audit("--json", "--", *TORCHRUN, trainer)
     found = json.loads(done.stdout)

@@ -9,6 +9,7 @@ Typical use::
 """
 
 import errno
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Checkpoint:
     metric: float | None = None
     pinned: bool = False
     manifest: Manifest | None = None
+    """A partial one has one if it was about to be committed, or has lost `.metadata` since."""
 
 
 def checkpoints(storage: Storage) -> list[Checkpoint]:
@@ -102,7 +104,10 @@ def _look(storage: Storage, name: str, pinned: bool) -> Checkpoint | None:
             pass
     elif not tags and step_of(name) is None:
         return None
-    return Checkpoint(name=name, tag=max(tags, default=""), step=step_of(name), state=state, pinned=pinned)
+    manifest = _manifest(storage, name, manifests[0]) if state == "partial" and manifests else None
+    return Checkpoint(
+        name=name, tag=max(tags, default=""), step=step_of(name), state=state, pinned=pinned, manifest=manifest
+    )
 
 
 def _is_ours(storage: Storage, name: str, tags: list[str]) -> bool:
@@ -156,7 +161,7 @@ def _tag(name: str) -> str | None:
 def verify(storage: Storage, checkpoint: Checkpoint, progress: Progress | None = None) -> list[str]:
     """What is wrong with it; nothing, if every file is there, with the size and the hash that it was saved with."""
     manifest = checkpoint.manifest
-    if manifest is None or manifest.metadata is None:
+    if checkpoint.state == "partial" or manifest is None or manifest.metadata is None:
         return [_WITHOUT_MANIFEST[checkpoint.state]]
     problems = []
     if (step := step_of(checkpoint.name)) not in (None, manifest.step):
@@ -190,11 +195,23 @@ def _problem(storage: Storage, name: str, shard: Shard, progress: Progress | Non
 def once_committed(storage: Storage, listing: list[Checkpoint] | None = None) -> list[Checkpoint]:
     """Those that are committed or were, the oldest first: `latest` names none that was not. Of a listing, if there is
     one."""
-    latest = ""
-    with suppress(FileNotFoundError):
-        latest = storage.read(LATEST).decode(errors="replace")
+    named = latest(storage)
     found = checkpoints(storage) if listing is None else listing
-    return [each for each in found if each.state in ("committed", "damaged") or each.name == latest]
+    return [each for each in found if each.state in ("committed", "damaged") or each.name == named]
+
+
+def latest(storage: Storage) -> str:
+    """Return the name of the checkpoint that `latest` points to, or an empty string."""
+    with suppress(FileNotFoundError):
+        return storage.read(LATEST).decode(errors="replace")
+    return ""
+
+
+def deleted(committed: Iterable[str], found: Iterable[Checkpoint]) -> str:
+    """The tag of the first save that somebody has deleted, of those that are known to have been committed; empty if
+    nobody has. Pruning deletes none that is newer than all that are stored."""
+    newest = max((each.tag for each in found if each.state != "partial"), default="")
+    return min((tag for tag in committed if tag > newest), default="")
 
 
 # --- what becomes of them --------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from headway.checkpoint.reader import BadCheckpoint, Reader, Source
 from headway.checkpoint.retention import Retention
 from headway.checkpoint.schedule import Schedule, schedule
 from headway.checkpoint.stager import DEADLINE_S, Save, SaveFailed, Stager
-from headway.checkpoint.state import TrainingState
+from headway.checkpoint.state import TrainingState, check_part
 from headway.errors import HeadwayError, InputError
 from headway.events.vocabulary import Activity, Told, clean_text
 from headway.run import Run, current
@@ -88,8 +88,7 @@ class Checkpointer:
         if optimizer is not None and model is None:
             raise InputError("an optimizer is saved by the names of its model's parameters: give `model`, too.")
         for name, part in parts.items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                raise InputError(f"{name} cannot be saved: it has no state_dict and load_state_dict.")
+            check_part(name, part)
         schedule(interval, lambda *numbers: list(numbers), True)  # what is wrong is said before the folder is claimed
         if not isinstance(keep, int | Retention):
             raise InputError(f"keep={keep!r} is no number of checkpoints, nor a Retention.")
@@ -120,6 +119,9 @@ class Checkpointer:
         self._run.anchors = self.anchor
         if self._writer.problem and self._ranks.is_first:
             self._count_failure(self._writer.problem)
+        if (steps := sorted(self._writer.revoked)) and self._ranks.is_first:
+            which = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+            self._note(f"{which} would have come from memory, and will not: somebody has deleted checkpoints since.")
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -338,7 +340,13 @@ class Checkpointer:
         return candidates[min(self._run.skip_checkpoints, max(len(candidates) - 1, 0)) :]
 
     def _stored(self) -> list[tuple[str, int, str]]:
-        found = catalog.once_committed(self._writer.storage, self._writer.take_listing())
+        if (listing := self._writer.take_listing()) is None:
+            listing = catalog.checkpoints(self._writer.storage)
+        found = catalog.once_committed(self._writer.storage, listing)
+        newest = max((each.tag for each in found), default="")
+        for each in listing:
+            if each.state == "partial" and each.manifest is not None and each.tag > newest:
+                _say(f"{each.name} was saved, and has no .metadata: it is not restored. Was that file deleted?")
         # One that is damaged turns out to be bad when it is read: it is reported then, and never silently trained over.
         return [(each.tag, each.step or 0, each.name) for each in found]
 
@@ -352,6 +360,7 @@ class Checkpointer:
             except (Exception, CheckpointException) as error:  # reported below, and the one before it is taken
                 problem = _problem(error)
             if not any(everyones := self._ranks.all(problem)):
+                self._say_if_from_memory_alone(candidate, candidates)
                 return self._restored(candidate, source, arenas, time.perf_counter() - began)
             problem = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyones) if text)
             problems.append(f"step {candidate.step}: {problem}")
@@ -367,6 +376,17 @@ class Checkpointer:
                 f"and the program has changed since, leave out what is new once, or load it yourself with dcp.load."
             )
         return None
+
+    def _say_if_from_memory_alone(self, candidate: Candidate, candidates: Sequence[Candidate]) -> None:
+        if candidate.stored or not self._ranks.is_first:
+            return
+        stored = next((each for each in candidates if each.stored), None)
+        if stored is None:
+            rest = f"no checkpoint is stored yet. To start from scratch, delete {self._writer.storage.url}."
+        else:
+            skipped = self._run.skip_checkpoints + candidates.index(stored)
+            rest = f"the newest stored one is step {stored.step}. To take that, set HEADWAY_SKIP_CHECKPOINTS={skipped}."
+        _say(f"step {candidate.step} is restored from memory; {rest}")
 
     def _source(self, candidate: Candidate, arenas: Sequence[Arena]) -> Source:
         usable = [arena for arena in arenas if any(held.tag == candidate.tag for held in arena.held())]

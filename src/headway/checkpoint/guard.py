@@ -1,5 +1,6 @@
 """A supervisor's part: as long as it lives, memory is held for the trainers that it will start again."""
 
+import json
 import os
 import threading
 import time
@@ -17,13 +18,13 @@ _ANSWER_S = 10.0
 _FOLDER = "keepers"
 
 
-def announce(root: str, board: str | None) -> None:
+def announce(root: str, place: str, board: str | None) -> None:
     """Tells the supervisor, where there is one, which keeper its job uses: a file beside the board it has given."""
     if board:
         folder = Path(board).parent / _FOLDER
         try:
             folder.mkdir(exist_ok=True)
-            (folder / wire.address(root)[1:]).write_text(root)
+            (folder / wire.address(place)[1:]).write_text(json.dumps([root, place]))
         except OSError:
             pass  # then the keeper waits for trainers by itself, for as long as it does
 
@@ -47,6 +48,7 @@ class Guard:
         self._look()
         until = time.monotonic() + PATIENCE_S
         for root, link in self._wires.items():
+            link.send({"do": "flush"})
             if self._is_busy(link):
                 self._say(f"waiting for the checkpoints to be uploaded to {root} …")
             while self._is_busy(link) and time.monotonic() < until:
@@ -60,14 +62,19 @@ class Guard:
 
     def _look(self) -> None:
         for name in os.listdir(self._folder) if self._folder.exists() else ():
-            root = (self._folder / name).read_text()
+            try:
+                root, place = json.loads((self._folder / name).read_text())
+            except ValueError:
+                continue  # it is being written
             held = self._wires.get(root)
             if held is not None and held.is_up():
                 continue
             if held is not None:
                 self._wires.pop(root).close()
-            if (link := wire.connect(root)) is not None:
-                hello = link.send({"do": "hello", "session": "", "rank": -1}) and link.has_message(_ANSWER_S)
+            if (link := wire.connect(place)) is not None:
+                hello = link.send({"do": "hello", "place": place, "session": "", "rank": -1}) and link.has_message(
+                    _ANSWER_S
+                )
                 if hello and link.receive() is not None:
                     self._wires[root] = link
                 else:

@@ -1,8 +1,9 @@
 """The process that holds a node's checkpoints in memory while trainers come and go, and has them uploaded.
 
-It listens at an address made of the root's name. Trainers hand it their arenas; after a crash the next ones get them
-back. A child of it uploads; should that die, it starts another and has what was under way done again. It leaves when
-its last trainer has said goodbye, or when none came back for a while; never before the uploads are done.
+It listens at an address of its root, and of no folder that has the same name in another container. Trainers hand it
+their arenas; after a crash the next ones get them back. A child of it uploads; should that die, it starts another and
+has what was under way done again. It leaves when its last trainer has said goodbye, or when none came back for a while;
+never before the uploads are done.
 """
 
 import json
@@ -66,10 +67,14 @@ class Keeper:
     """All that the process knows."""
 
     root: str
+    place: str
+    """What tells the root from others of the same name."""
     server: socket.socket
     clients: dict[int, Client] = field(default_factory=dict)
     arenas: dict[tuple[str, int], tuple[Shape, int]] = field(default_factory=dict)
     tasks: dict[tuple[str, int], Task] = field(default_factory=dict)
+    held: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    """Saves that memory alone has, as the tasks that would make them durable."""
     done: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=256))
     lease: dict[str, Any] | None = None
     uploader: Wire | None = None
@@ -91,7 +96,10 @@ class Keeper:
         if self.clients or self.tasks:
             self.empty_since = time.monotonic()
             return False
-        return time.monotonic() - self.empty_since >= self.linger_s
+        if time.monotonic() - self.empty_since < self.linger_s:
+            return False
+        self._upload_last()
+        return not self.tasks
 
     # --- clients ---
 
@@ -141,6 +149,9 @@ class Keeper:
             self._set_lease(None)
 
     def _do_hello(self, client: Client, message: dict[str, Any]) -> None:
+        if message["place"] != self.place:
+            client.wire.send({"refused": f"the keeper of another folder than {self.root} answers"})
+            return
         others = {other.session for other in self.clients.values() if other.session} - {message["session"]}
         if message["session"] and others:
             owner = (self.lease or {}).get("owner", {})
@@ -149,6 +160,8 @@ class Keeper:
             return
         client.session, client.rank, self.linger_s = message["session"], message["rank"], LINGER_S
         client.greeted = True
+        for task in self.held.values():  # what an earlier run left in memory is this one's now
+            task["session"] = message["session"] or task["session"]
         if message.get("lease"):
             self._set_lease(message["lease"])
         client.wire.send({"hello": os.getpid()})
@@ -156,6 +169,7 @@ class Keeper:
     def _do_bye(self, client: Client, message: dict[str, Any]) -> None:
         """A client leaves for good: with the last one goes what was held for it."""
         client.left = True
+        self._forget_held(client.rank, "~")
         if not any(not other.left for other in self.clients.values()):
             self.linger_s = 0.0
         client.wire.send({"bye": True})
@@ -177,7 +191,24 @@ class Keeper:
             tasks = [task.told for task in self.tasks.values() if not task.is_uploaded]
             pending = [told for told in tasks if (told["plan"], told["rank"]) == (plan, rank)]
             client.wire.send({"ask": ask, "arena": asdict(shape), "pending": pending}, fd)
-        client.wire.send({"ask": ask, "arenas": len(self.arenas)})
+        committed = [tag for tag, rank in self.done if rank == 0]
+        client.wire.send({"ask": ask, "arenas": len(self.arenas), "committed": committed})
+
+    def _do_held(self, client: Client, message: dict[str, Any]) -> None:
+        """A save is in memory, and stays there unless the memory has to go."""
+        task = message["task"]
+        mine = sorted(tag for tag, rank in self.held if rank == task["rank"])
+        self._forget_held(task["rank"], mine[-1] if mine else "")  # two slots hold this one and the one before it
+        self.held[task["tag"], task["rank"]] = task
+
+    def _forget_held(self, rank: int, before: str) -> None:
+        for key in [key for key in self.held if key[1] == rank and key[0] < before]:
+            del self.held[key]
+
+    def _do_flush(self, client: Client, message: dict[str, Any]) -> None:
+        """A supervisor ends: no trainer will come back for what memory alone has."""
+        if not any(other.session for other in self.clients.values()):
+            self._upload_last()
 
     def _do_busy(self, client: Client, message: dict[str, Any]) -> None:
         client.wire.send({"busy": len(self.tasks)})
@@ -185,6 +216,7 @@ class Keeper:
     def _do_save(self, client: Client, message: dict[str, Any]) -> None:
         task = message["task"]
         key = (task["tag"], task["rank"])
+        self._forget_held(task["rank"], task["tag"])
         if key in self.done:  # who asks has taken it over from a trainer that died, and did not hear of it
             self._tell(task["rank"], {"event": "done", "tag": task["tag"], "rank": task["rank"]})
         elif key not in self.tasks:
@@ -199,6 +231,17 @@ class Keeper:
         for client in self.clients.values():
             if client.rank == rank:
                 client.wire.send(message)
+
+    def _upload_last(self) -> None:
+        """Makes the newest save durable that memory alone has, of all ranks of this node. It was acknowledged."""
+        ranks = {rank for _, rank in self.arenas}
+        whole = [tag for tag, _ in self.held if all((tag, rank) in self.held for rank in ranks)]
+        committed = max((tag for tag, rank in self.done if rank == 0), default="")
+        for rank in sorted(ranks) if whole else ():
+            task = Task(self.held[max(whole), rank] | {"after": committed}, (max(whole), rank))
+            self.tasks[task.key] = task
+            self._upload(task)
+        self.held.clear()
 
     # --- the uploader ---
 
@@ -273,10 +316,10 @@ class Keeper:
 
 
 def main() -> None:
-    """The process: `keeper ROOT`."""
+    """The process: `keeper [ROOT, PLACE]`, as JSON."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when its trainers have; they get these too
-    root = json.loads(sys.argv[1])
-    server = wire.listen(root)
+    root, place = json.loads(sys.argv[1])
+    server = wire.listen(place)
     if server is not None:
-        Keeper(root, server).run()
+        Keeper(root, place, server).run()

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -21,12 +22,28 @@ from headway.errors import PlatformError
 UP_S = 60.0
 """How long a keeper may take to come up on a busy machine."""
 
+SLOW_S = 5.0
+"""After so long it is said what is waited for."""
+
 HANDOVER_S = 15.0
 """How long the trainers of an earlier attempt may take to be gone."""
 
 _KEEPER = "from headway.checkpoint.keeper import main; main()"
 
 _OVER = ("done", "failed")
+
+
+@contextmanager
+def telling(text: str) -> Iterator[None]:
+    """Says what is waited for, once that takes long; nothing, if the text is empty."""
+    timer = threading.Timer(SLOW_S, lambda: print(f"headway: {text}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    if text:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Link:
@@ -36,10 +53,17 @@ class Link:
         self, root: str, session: str, rank: int, lease: dict[str, Any] | None, hear: Callable[[dict[str, Any]], None]
     ) -> None:
         self._root, self._hear = root, hear
-        self._hello = {"do": "hello", "session": session, "rank": rank, "lease": lease}
+        if "://" not in root:
+            with suppress(OSError):  # the first write to it reports the reason
+                os.makedirs(root, exist_ok=True)
+        self._place = wire.place(root)
+        self._hello = {"do": "hello", "place": self._place, "session": session, "rank": rank, "lease": lease}
         self._arenas: dict[str, Arena] = {}
         self._pending: dict[str, dict[str, Any]] = {}
         self._inherited: dict[str, dict[str, Any]] = {}
+        self._held: dict[str, Any] | None = None
+        self.committed: list[str] = []
+        """Tags of saves that were committed, as far as the keeper knew when it was last asked for its arenas."""
         self._changed = threading.Condition()
         self._answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None] = queue.SimpleQueue()
         self._asked = 0
@@ -48,7 +72,7 @@ class Link:
         """Why there is no keeper, and will be none."""
         self._child: subprocess.Popen[bytes] | None = None
         self._wire = self._open()
-        announce(root, os.environ.get("HEADWAY_BOARD"))
+        announce(root, self._place, os.environ.get("HEADWAY_BOARD"))
         self._thread = threading.Thread(target=self._listen, name="headway-keeper-link", daemon=True)
         self._thread.start()
 
@@ -57,7 +81,7 @@ class Link:
     def _open(self) -> Wire:
         until, refused = time.monotonic() + UP_S, None
         while time.monotonic() < until:
-            link = wire.connect(self._root)
+            link = wire.connect(self._place)
             if link is None:
                 self._start_keeper()
                 time.sleep(0.01)
@@ -66,7 +90,7 @@ class Link:
                 raise PlatformError(
                     f"another user listens where the keeper of {self._root} should. Choose another folder."
                 )
-            answer = link.receive() if link.send(self._hello) else None
+            answer = self._answer(link, until) if link.send(self._hello) else None
             if answer is not None and "refused" not in answer[0]:
                 return link
             link.close()
@@ -78,11 +102,24 @@ class Link:
                 time.sleep(0.1)
         raise PlatformError(f"no keeper for the checkpoints in {self._root} came up within {UP_S:.0f} s.")
 
+    def _answer(self, link: Wire, until: float) -> tuple[dict[str, Any], list[int]] | None:
+        """What the keeper says to a greeting; PlatformError if it says nothing."""
+        pid = link.peer()[0]
+        with telling(f"waiting for the keeper of {self._root} (process {pid}) to answer …"):
+            if not link.has_message(max(0.0, until - time.monotonic())):
+                link.close()
+                raise PlatformError(
+                    f"the keeper of the checkpoints in {self._root} (process {pid}) has not answered for {UP_S:.0f} s. "
+                    f"Is it stopped? `kill -CONT {pid}` lets it go on; `kill -9 {pid}` ends it, and what is committed "
+                    f"stays."
+                )
+        return link.receive()
+
     def _start_keeper(self) -> None:
         if self._child is not None and self._child.poll() is None:
             return
         self._child = subprocess.Popen(
-            [sys.executable, "-c", _KEEPER, json.dumps(self._root)],
+            [sys.executable, "-c", _KEEPER, json.dumps([self._root, self._place])],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True, cwd="/", env={**os.environ, "HEADWAY_DISABLE": "1"},
         )  # fmt: skip
@@ -96,6 +133,8 @@ class Link:
                 self._wire.send({"do": "arena", "shape": asdict(arena.shape)}, arena.fd)
             for task in self._pending.values():
                 self._wire.send({"do": "save", "task": task})
+            if self._held is not None:
+                self._wire.send({"do": "held", "task": self._held})
 
     # --- talking ---
 
@@ -107,12 +146,13 @@ class Link:
             self._asked += 1
             self._send({"do": "arenas", "ask": self._asked})
             found: list[tuple[Arena, list[str]]] = []
-            while (answer := self._answers.get()) is not None:
+            while (answer := self._next_answer()) is not None:
                 message, fds = answer
                 if message.get("ask") != self._asked:  # of a keeper that was asked again meanwhile
                     for fd in fds:
                         os.close(fd)
                 elif "arenas" in message:
+                    self.committed = message["committed"]
                     return found
                 else:
                     self._inherited |= {task["tag"]: task for task in message["pending"]}
@@ -120,6 +160,15 @@ class Link:
                     found.append((Arena(Shape(**message["arena"]), fds[0]), tags))
             for arena, _ in found:  # the keeper has died meanwhile: the next one is asked
                 arena.close()
+
+    def _next_answer(self) -> tuple[dict[str, Any], list[int]] | None:
+        try:
+            with telling(f"waiting for the keeper of {self._root} to answer …"):
+                return self._answers.get(timeout=UP_S)
+        except queue.Empty:
+            raise PlatformError(
+                f"the keeper of the checkpoints in {self._root} has not answered for {UP_S:.0f} s. Is it stopped?"
+            ) from None
 
     def hold(self, arena: Arena) -> None:
         """The keeper keeps this memory from now on."""
@@ -135,10 +184,15 @@ class Link:
     def save(self, task: dict[str, Any]) -> None:
         """Has a save uploaded. It is in safe hands from here on, whatever becomes of this process."""
         with self._changed:
-            self._pending[task["tag"]] = task
+            self._pending[task["tag"]], self._held = task, None
             self._wire.send({"do": "save", "task": task})
         if self._over:
             self._give_up(self._over)
+
+    def held(self, task: dict[str, Any]) -> None:
+        """Tells of a save that memory alone has: it is uploaded if the memory has to go."""
+        self._held = task
+        self._send({"do": "held", "task": task})
 
     def take_over(self, tag: str) -> None:
         """A save that `arenas` told of, whose trainer has died, is now this one's: should the keeper die, the next one

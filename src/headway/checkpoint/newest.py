@@ -76,15 +76,17 @@ class Place(NamedTuple):
 
 def look(storage: Storage, rank: Rank, skipped: int = 0) -> Newest | None:
     """The newest save that is whole, but for so many that are to be skipped; None if there is none."""
-    arenas = _arenas(storage.url) if holder(storage) is not None else []  # else what memory holds is of the past
+    # Without a holder, what memory holds is of the past.
+    arenas, committed = _arenas(storage.url) if holder(storage) is not None else ([], [])
     try:
-        held = complete(arenas)
-        stored = {each.tag: each for each in catalog.once_committed(storage)}
+        found = catalog.once_committed(storage)
+        stored, deleted = {each.tag: each for each in found}, catalog.deleted(committed, found)
+        held = {tag: step for tag, step in complete(arenas).items() if not deleted or tag < deleted}
         tags = sorted(held.keys() | stored.keys(), reverse=True)
         for tag in tags[min(skipped, max(len(tags) - 1, 0)) :]:
             if tag in held:
                 return _in_memory(tag, arenas, rank)
-            if stored[tag].manifest is not None:
+            if stored[tag].state == "committed":
                 return _stored(storage, stored[tag], arenas, rank)
         return None
     finally:
@@ -166,21 +168,23 @@ class _WithoutTorch(pickle.Unpickler):
         return super().find_class(module, name) if (module, name) == ("collections", "OrderedDict") else _Plain
 
 
-def _arenas(root: str) -> list[Arena]:
-    """What the node's memory holds, if somebody keeps it. Nobody is started, and nothing changes hands."""
-    found: list[Arena] = []
-    link = wire.connect(root)
+def _arenas(root: str) -> tuple[list[Arena], list[str]]:
+    """What the node's memory holds, if somebody keeps it, and what is known to have been committed. Nobody is started,
+    and nothing changes hands."""
+    found, committed = list[Arena](), list[str]()
+    link = wire.connect(wire.place(root))
     if link is None:
-        return found
+        return found, committed
     try:
         is_ours = link.peer()[1] == os.getuid() and link.send({"do": "arenas"})
         while is_ours and link.has_message(_ANSWER_S) and (answer := link.receive()) is not None:
             if "arenas" in answer[0]:
+                committed = answer[0]["committed"]
                 break
             found.append(Arena(Shape(**answer[0]["arena"]), answer[1][0]))
     finally:
         link.close()
-    return found
+    return found, committed
 
 
 def _tags(arena: Arena) -> set[str]:

@@ -22,8 +22,8 @@ from headway.checkpoint import catalog, image
 from headway.checkpoint.arena import Arena, Shape, aligned, slots_that_fit
 from headway.checkpoint.image import Image
 from headway.checkpoint.layout import generation_of, new_tag
-from headway.checkpoint.lease import Owner, claim, holder, release
-from headway.checkpoint.link import Link
+from headway.checkpoint.lease import Owner, Taken, claim, holder, release
+from headway.checkpoint.link import Link, telling
 from headway.checkpoint.ranks import Elsewhere, Ranks, local_size
 from headway.checkpoint.retention import Retention
 from headway.errors import HeadwayError, InputError, PlatformError
@@ -72,6 +72,20 @@ class Save:
         if self.ended.wait(timeout_s) and self.failure:
             raise SaveFailed(f"the checkpoint of step {self.step} was not saved: {self.failure}.")
         return self.ended.is_set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _There:
+    """What the first rank finds at the root when a run begins."""
+
+    former: Owner | None
+    problem: str
+    """Why nothing can be written now."""
+    generation: int
+    is_known: bool
+    """Whether anybody had written here."""
+    deleted: str
+    """The tag of the first save that somebody has deleted; empty if nobody has."""
 
 
 @dataclass
@@ -131,48 +145,76 @@ class Stager:
         self._unclaimed: dict[str, Any] | None = None
         self.former: Owner | None = None
         """Who wrote here before, and did not say goodbye."""
+        self.revoked: set[int] = set()
+        """Steps whose memory was dropped, because somebody has deleted their checkpoints."""
         self.problem = ""
         """Why nothing can be written now."""
         self._join()
 
     def _join(self) -> None:
-        """Finds the keeper, makes this run the one that writes here, and looks what memory holds."""
-        self.session, self.generation, is_known = self.ranks.of_first(self._begin)
+        """Finds the keeper, makes this run the one that writes here, and looks at what there is: in this order, since a
+        run before this one may still be leaving."""
+        slow = f"waiting for {self.storage.url} to answer …" if self.ranks.is_first else ""
+        with telling(slow):
+            self.session, found = self.ranks.of_first(lambda: (os.urandom(6).hex(), holder(self.storage)))
         owner = Owner.this(self.session, self._job, self._node)
         lease = {"root": self.storage.url, "owner": asdict(owner)} if self.ranks.is_first else None
         self.link = Link(self.storage.url, self.session, self.ranks.rank, lease, self._take)
         try:
-            self.former, self.problem = self.ranks.of_first(lambda: self._claim(owner))
+            self._found = self.link.arenas()
+            with telling(slow):
+                there = self.ranks.of_first(lambda: self._claim(owner, found))
         except BaseException:
             self.link.close()
             raise
-        if not is_known:  # somebody has deleted the folder since: what memory holds of it is of the past, too
-            self.link.keep_only("")
-        self._found = self.link.arenas()
+        self.former, self.problem = there.former, there.problem
         held = [generation_of(held.tag) for arena, _ in self._found for held in arena.held()]
-        self.generation = max([self.generation, *held])
+        self.generation = max([there.generation, *held])
+        if not there.is_known:  # somebody has deleted the folder since: what memory holds of it is of the past, too
+            self.link.keep_only("")
+            _close_behind(self._found)
+            self._found = self.link.arenas()
+        self._revoke(there.deleted)
 
-    def _begin(self) -> tuple[str, int, bool]:
+    def _claim(self, owner: Owner, found: Owner | None) -> "_There":
+        """Makes this run the one that writes here: now, or with its first checkpoint if the place is full. Then lists
+        what is stored. `found` is who wrote here when this run began."""
+        last = holder(self.storage)
+        if last is not None and last.job != owner.job and last.session != (found.session if found else ""):
+            raise Taken(
+                f"job {last.job} wrote checkpoints to {self.storage.url} while this one waited for its turn. Choose "
+                f"another folder; or, to go on from that job's checkpoints, start again."
+            )
+        former, error = None, None
+        try:
+            former = claim(self.storage, owner)
+        except OSError as problem:
+            error, self._unclaimed = problem, asdict(owner)
         self._listing = catalog.checkpoints(self.storage)
-        known = [generation_of(found.tag) for found in self._listing if found.tag]
-        return f"{os.urandom(6).hex()}", max(known, default=0), holder(self.storage) is not None
+        if error is not None and error.errno in _NEVER and not self._listing:
+            raise InputError(
+                f"checkpoints cannot be written to {self.storage.url} ({error}). Choose another place."
+            ) from error
+        return _There(
+            former=former, problem=f"{type(error).__name__}: {error}" if error is not None else "",
+            generation=max((generation_of(each.tag) for each in self._listing if each.tag), default=0),
+            is_known=last is not None, deleted=catalog.deleted(self.link.committed, self._listing),
+        )  # fmt: skip
+
+    def _revoke(self, deleted: str) -> None:
+        """Drops from memory a save that somebody has deleted from the storage, and all that came after it: they would
+        bring back what was deleted for a reason. What is still being uploaded of them is not committed any more."""
+        for arena, tags in self._found if deleted else ():
+            for held in arena.held():
+                if held.tag >= deleted:
+                    arena.open(held.slot)
+                    self.revoked.add(held.step)
+            tags[:] = [tag for tag in tags if tag < deleted]
 
     def take_listing(self) -> list[catalog.Checkpoint] | None:
         """What was stored when this run began, once: what was committed since then is in memory, too."""
         listing, self._listing = self._listing, None
         return listing
-
-    def _claim(self, owner: Owner) -> tuple[Owner | None, str]:
-        """Makes this run the one that writes here: now, or with its first checkpoint if the place is full."""
-        try:
-            return claim(self.storage, owner), ""
-        except OSError as error:
-            if error.errno in _NEVER:
-                raise InputError(
-                    f"checkpoints cannot be written to {self.storage.url} ({error}). Choose another place."
-                ) from error
-            self._unclaimed = asdict(owner)
-            return None, f"{type(error).__name__}: {error}"
 
     # --- saving ---
 
@@ -435,6 +477,7 @@ class Stager:
 
     def _hand_over(self, save: Save, durable: bool) -> None:
         if not durable:
+            self.link.held(save.task)
             save.ended.set()
             return
         self._saves[save.tag] = save

@@ -8,6 +8,7 @@ not agree, torch's are used.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from headway.checkpoint.image import ShardedTensor
 from headway.errors import InputError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -140,9 +143,10 @@ class TrainingState:
         for name, part in self.parts.items():
             state[name] = ()
             if f"{_REST}.{name}" in metadata.state_dict_metadata:
-                saved = metadata.state_dict_metadata
-                live, keys = _divided(part.state_dict())[1], [key for key in saved if key.startswith(f"{name}.")]
-                state[name] = {key[len(name) + 1 :]: _room(saved[key], live.get(key[len(name) + 1 :])) for key in keys}
+                saved, start = metadata.state_dict_metadata, len(name) + 1
+                saved = {key[start:]: each for key, each in saved.items() if key.startswith(f"{name}.")}
+                live = _divided(part.state_dict())[1]
+                state[name] = {key: _room(key, saved, live) for key in saved}
                 state[f"{_REST}.{name}"] = ()
         return state
 
@@ -275,20 +279,34 @@ def _empty(saved: Any, parameter: torch.Tensor | None) -> tuple[Any] | None:
 
 
 _REST = "headway.parts"
-_TENSOR = "headway.tensor"
+_TENSOR, _LITERAL = "headway.tensor", "headway.literal"
+
+
+def check_part(name: str, part: Any) -> None:
+    """InputError if something cannot be saved under that name."""
+    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        raise InputError(f"{name} cannot be saved: it has no state_dict and load_state_dict.")
+    if "." in name or name == "headway":
+        raise InputError(f"{name!r} is no name for a part: it may have no dots, and must not be headway's own.")
 
 
 def _divided(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """A state's tensors by their paths, and the rest with those paths in their place: one value, whatever its structure
-    becomes, that keeps numbers for keys."""
+    becomes, that keeps numbers for keys. Tensors that are more than their bytes stay in the rest, and are pickled."""
     tensors: dict[str, torch.Tensor] = {}
 
     def rest(value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and _is_plain(value):
+            path = _unused(path, tensors)
             tensors[path] = value
             return {_TENSOR: path}
+        if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.strided:
+            raise InputError(
+                f"{path} is a nested tensor of the strided layout, which torch cannot read back. Use torch.jagged."
+            )
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, rest(part, f"{path}.{key}" if path else str(key))) for key, part in value.items())
+            made = type(value)((key, rest(part, f"{path}.{key}" if path else str(key))) for key, part in value.items())
+            return {_LITERAL: made} if made.keys() in ({_TENSOR}, {_LITERAL}) else made
         if type(value) in (list, tuple):
             return type(value)(rest(part, f"{path}.{number}") for number, part in enumerate(value))
         return value
@@ -296,18 +314,35 @@ def _divided(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return rest(state, ""), tensors
 
 
+def _unused(path: str, tensors: Mapping[str, Any]) -> str:
+    """The path, with a number where another tensor has the same: `{"a.b": …, "a": {"b": …}}`, or `1` and `"1"`."""
+    numbered = (f"{path}#{number}" for number in count(2))
+    return next(name for name in chain([path], numbered) if name not in tensors)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether torch saves a tensor by its bytes, or knows how to divide it among ranks."""
+    if isinstance(tensor, DTensor | ShardedTensor):
+        return True
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not (is_wrapper or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested)
+
+
 def _joined(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if type(rest) in (dict, OrderedDict):
         if rest.keys() == {_TENSOR}:
             return tensors[rest[_TENSOR]]
-        return type(rest)((key, _joined(part, tensors)) for key, part in rest.items())
+        found = rest[_LITERAL] if rest.keys() == {_LITERAL} else rest
+        return type(found)((key, _joined(part, tensors)) for key, part in found.items())
     if type(rest) in (list, tuple):
         return type(rest)(_joined(part, tensors) for part in rest)
     return rest
 
 
-def _room(saved: Any, live: torch.Tensor | None) -> torch.Tensor:
-    """Where to load a tensor: in place, where there is one of its size."""
-    if live is not None and live.shape == saved.size:
-        return live
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
+def _room(name: str, saved: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Where to load a tensor: in place, where there is one of its name and size."""
+    found = live.get(name)
+    path = name.partition("#")[0]
+    if found is not None and found.shape == saved[name].size and f"{path}#2" not in saved:
+        return found
+    return torch.empty(saved[name].size, dtype=saved[name].properties.dtype)

@@ -121,6 +121,7 @@ class Uploader:
                 storage.write(_join(task["folder"], METADATA), arena.metadata(task["tag"]))
             self._finish(storage, task, seconds=0.0, cpu_s=0.0, bytes=size)
             return
+        _check_wanted(storage, task)
         if not task.get("stored"):  # by an uploader that died while it waited for other ranks
             _check_memory(arena, task)
             if kept:
@@ -288,6 +289,15 @@ def _heard(rank: int, text: bytes) -> dict[str, Shard]:
     if "error" in (told := json.loads(text)):
         raise Broken(f"rank {rank}: {told['error']}")
     return read_marker(text)
+
+
+def _check_wanted(storage: Storage, task: dict[str, Any]) -> None:
+    """A save that memory alone had is not made durable if somebody has deleted what was committed before it."""
+    if "after" not in task:
+        return
+    committed = [task["after"]] if task["after"] else []
+    if lease.holder(storage) is None or catalog.deleted(committed, catalog.checkpoints(storage)):
+        raise Broken("checkpoints were deleted since")
 
 
 def _check_memory(arena: Arena, task: dict[str, Any]) -> None:

@@ -6,7 +6,10 @@ import os
 import select
 import socket
 import struct
+from contextlib import suppress
 from typing import Any
+
+from headway.events.clock import pid_space
 
 _ROOM = 1 << 18
 _FDS = 4
@@ -76,16 +79,39 @@ def pair() -> tuple[Wire, Wire]:
     return Wire(ours), Wire(theirs)
 
 
-def address(root: str) -> str:
-    """Where the keeper of a root listens. It is no file, so nothing is left behind."""
-    return f"\0headway-keeper-{os.getuid()}-{hashlib.blake2b(root.encode(), digest_size=8).hexdigest()}"
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_PROFILE", "STORAGE_EMULATOR_HOST")
+"""What in the environment decides which store a URL leads to."""
 
 
-def listen(root: str) -> socket.socket | None:
+def place(root: str) -> str:
+    """What tells a root from all others on this machine: a hash, since a store's settings may hold secrets.
+
+    Its path does not: containers may have different folders at the same path, and share the network that keepers
+    listen on. Nor can a keeper see the processes of another container, so each has its own.
+    """
+    which: list[object] = [root, pid_space()]
+    if "://" in root:
+        import fsspec.config  # type: ignore[import-untyped]
+
+        settings = json.dumps(fsspec.config.conf.get(root.partition("://")[0], {}), sort_keys=True, default=str)
+        which += [settings, *map(os.environ.get, _ENDPOINTS)]
+    else:
+        with suppress(OSError):
+            found = os.stat(root)
+            which[0] = (found.st_dev, found.st_ino)
+    return hashlib.blake2b(repr(which).encode(), digest_size=16).hexdigest()
+
+
+def address(place: str) -> str:
+    """Where the keeper of a place listens. It is no file, so nothing is left behind."""
+    return f"\0headway-keeper-{os.getuid()}-{place}"
+
+
+def listen(place: str) -> socket.socket | None:
     """None if somebody else does."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        server.bind(address(root))
+        server.bind(address(place))
     except OSError:
         server.close()
         return None
@@ -93,11 +119,11 @@ def listen(root: str) -> socket.socket | None:
     return server
 
 
-def connect(root: str) -> Wire | None:
+def connect(place: str) -> Wire | None:
     """None if nobody listens."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        end.connect(address(root))
+        end.connect(address(place))
     except OSError:
         end.close()
         return None

@@ -68,7 +68,8 @@ def verify(ctx: click.Context, root: str, name: str | None, as_json: bool) -> No
     else:
         for each in chosen:
             click.echo(_verdict(each, problems[each.name]))
-    if any(problems[each.name] for each in chosen if name or each.state in ("committed", "damaged")):
+    counted = {each.name for each in catalog.once_committed(place, chosen)}
+    if any(problems[each.name] for each in chosen if name or each.name in counted):
         ctx.exit(1)
 
 

@@ -457,7 +457,7 @@ class Judge:
         from headway.recover import hang
 
         found = {int(rank): Dump(**told) for node in everywhere for rank, told in node["ranks"].items()}
-        finding = hang.explain(found)
+        finding = hang.explain(found, {rank for node in everywhere for rank in node["left"]})
         say(finding.text)
         stuck = dict.fromkeys(finding.stuck_ranks or sorted(found)[:1], finding.text)
         kind = finding.kind
