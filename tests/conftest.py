@@ -3,6 +3,7 @@
 A skip names the command that installs what is missing. In CI it is a failure.
 """
 
+import compileall
 import importlib.util
 import itertools
 import os
@@ -47,7 +48,11 @@ hypothesis.settings.load_profile("sweep" if "SEED" in os.environ else "tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    sys.dont_write_bytecode = False  # otherwise each worker rewrites the assertions of all tests again
     if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(__file__).parent.parent / "src", quiet=1)
+        # What tests start writes none: a module written twice within a second would be run as it was at first.
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         guard.continue_in_a_guarded_child()
 
 
@@ -108,10 +113,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     if report.skipped and os.environ.get("SKIP_IS_FAILURE") == "1" and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped, which counts as a failure here: {report.longrepr}"
-    if call.when == "call" and hasattr(getattr(item, "obj", None), "hypothesis"):
-        report.user_properties.append(("examples", hypothesis.settings.default.max_examples))
-    if call.when == "teardown":
+    if call.when == "teardown":  # junit takes what this report has, and no other
         report.user_properties.append(("cpu_s", _cpu_s() - item.stash[_CPU_S]))
+        if item.get_closest_marker("hypothesis"):
+            own = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", hypothesis.settings.default)
+            report.user_properties.append(("examples", own.max_examples))
     return report
 
 

@@ -1,6 +1,6 @@
 """`make sweep`: the tests that kill and crash, repeated with new seeds until they have reached full size.
 
-    make sweep                       # to full size, about an hour on two cores
+    make sweep                       # to full size, about 20 minutes on two cores
     make sweep HOURS=8               # for eight hours, whatever size that gives
     make sweep ARGS="publisher"      # some of them
 
@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from xml.etree import ElementTree
 
 OUT = Path("out")
 AT_ONCE = 2
+RUNNING: list["subprocess.Popen[bytes]"] = []
+"""The rounds that run now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,23 +151,27 @@ def run_round(name: str, seed: int) -> tuple[str, int, int, bool]:
         f"--junitxml={report}",
         f"--hypothesis-seed={seed}",
     ]
+    command += SWEEPS[name].tests.split()
     with log.open("w") as file:
-        done = subprocess.run(
-            [*command, *SWEEPS[name].tests.split()], stdout=file, stderr=file, env={**os.environ, "SEED": str(seed)}
-        )
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "SEED": str(seed)})
+        RUNNING.append(process)
+        process.wait()
+        RUNNING.remove(process)
     events = 0
     if report.exists():
         found = ElementTree.parse(report).iter("property")
         events = sum(int(each.get("value", 0)) for each in found if each.get("name") == SWEEPS[name].counted)
         report.unlink()
-    if done.returncode == 0:
+    if process.returncode == 0:
         log.unlink()
-    return name, seed, events, done.returncode == 0
+    return name, seed, events, process.returncode == 0
 
 
 def sweep(names: list[str], hours: float | None) -> Progress:
     """Run rounds, two at a time, and say after each how far it is."""
     progress = resumed()
+    for number in (signal.SIGINT, signal.SIGTERM):  # ignored, if it was started in the background
+        signal.signal(number, _interrupt)
     todo = rounds(progress, names, time.time() + hours * 3600 if hours else None)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         running = {pool.submit(run_round, *each) for each in itertools.islice(todo, AT_ONCE)}
@@ -178,6 +185,12 @@ def sweep(names: list[str], hours: float | None) -> Progress:
                 print(f"{time.strftime('%H:%M:%S')}  {name:<11} seed {seed}: {outcome}; {size}", flush=True)
             running |= {pool.submit(run_round, *each) for each in itertools.islice(todo, len(ended))}
     return progress
+
+
+def _interrupt(*_: object) -> None:
+    for process in RUNNING:
+        process.terminate()
+    raise KeyboardInterrupt
 
 
 def main() -> int:

@@ -62,7 +62,14 @@ def eventually(what: Callable[[], list[Path]]) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, "0"), (signal.SIGTERM, "2"), (signal.SIGHUP, "2")])
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [
+        (signal.SIGINT, "0"),
+        (signal.SIGTERM, "2"),
+        pytest.param(signal.SIGHUP, "2", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_signal_ends_pytest_and_all_it_started(tmp_path: Path, number: signal.Signals, workers: str) -> None:
     with start(tmp_path, workers, sleeps="1") as pytest_run:
         daemon = daemon_of(tmp_path)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from headway.testing import Story
 
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.thorough
 def test_a_wheel_in_an_empty_environment_reports_a_job_without_torch(tmp_path: Path) -> None:
     tree = tmp_path / "tree"  # a build leaves its traces in the tree
     shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))

@@ -267,6 +267,7 @@ def choices(folder: Path, configs: dict[str, list[str]], cache: str) -> dict[str
     return ran(folder, CHOICES, configs, (inductor.__name__,), **environ)
 
 
+@pytest.mark.thorough
 def test_inductors_choices_are_heard_and_the_next_run_benchmarks_fewer(tmp_path: Path) -> None:
     told = choices(tmp_path, {}, "first")
     assert told["said"] == []

@@ -193,6 +193,7 @@ def told(home: Path, job: str) -> list[tuple[bool, str]]:
     return [(mark.attrs["on"], mark.attrs["why"]) for mark in marks if mark.attrs["item"] == "loader"]
 
 
+@pytest.mark.thorough
 def test_batches_and_random_states_are_the_same_whether_workers_start_early_or_not(home: Path) -> None:
     early, stock = outcome_of(home, "early", True), outcome_of(home, "stock", False)
     assert early.keys() == stock.keys()

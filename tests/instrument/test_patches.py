@@ -8,9 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from running import HEADWAY, python
 
+from headway.instrument import hooks, patches
 from headway.instrument.patches import Patch, around, guarded, parameters
+
+
+def test_gradients_that_are_off_are_a_sign_of_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "torch", None)
+    session: Any = SimpleNamespace(tracker=SimpleNamespace())
+    hooks._torch(session, torch)
+    assert not session.is_evaluating()
+    with torch.no_grad():
+        assert session.is_evaluating()
+        assert session.tracker.is_evaluating()
 
 
 class Library:

@@ -207,6 +207,7 @@ def test_torchs_own_trace_is_told(home: Path) -> None:
     assert list((home / "traces").iterdir())
 
 
+@pytest.mark.thorough
 def test_inductors_caches_are_told_cold_and_warm_and_the_backward_is_counted(home: Path) -> None:
     text = """
         class Twice(torch.autograd.Function):

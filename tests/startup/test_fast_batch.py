@@ -84,6 +84,7 @@ def test_with_ddp_and_fully_shard_it_leaves_no_trace_on_two_ranks(kinds: list[st
         assert_used(each)
 
 
+@pytest.mark.thorough
 def test_all_ranks_compile_ahead_or_none_does(tmp_path: Path) -> None:
     found = trained(tmp_path, ["ddp_apart", "ddp_fails"], ranks=2)
     for each in found.values():

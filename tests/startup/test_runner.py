@@ -29,8 +29,9 @@ from headway.cli.source import marks_of
 from headway.events.job import JobReader
 from headway.events.vocabulary import Told
 from headway.paths import JobPaths
+from headway.startup import randomness
 from headway.startup.children import Child
-from headway.startup.randomness import own_random
+from headway.startup.randomness import own_random, seed_of
 
 SIGNALS = 40
 """How many starts are interrupted at random moments, which the environment variable SEED decides."""
@@ -159,6 +160,11 @@ def test_each_stage_draws_other_numbers(tmp_path: Path) -> None:
     assert len({*drawn["noise"], *drawn["far"], *drawn["model"], drawn["after"]}) == 20 + 3 + 20 + 1
 
 
+def test_stages_of_other_names_and_runs_of_other_seeds_have_other_seeds() -> None:
+    assert len({seed_of(seed, name) for seed in (1, 2) for name in ("model", "data")}) == 4
+    assert seed_of(1, "model") == seed_of(1, "model")
+
+
 FILLING: dict[str, Callable[[], Any]] = {
     "layer": lambda: nn.Linear(3, 3).weight,
     "attention": lambda: nn.MultiheadAttention(4, 2).in_proj_weight,
@@ -180,6 +186,30 @@ def test_what_is_drawn_beside_a_stage_that_computes_comes_from_a_generator_of_it
             drawn.append(str(FILLING[kind]()))
         assert torch.equal(torch.get_rng_state(), before)
     assert drawn[0] == drawn[1]
+
+
+def test_a_fork_waits_while_a_stage_of_another_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_beginning, is_forked, seen = threading.Event(), threading.Event(), []
+
+    def states() -> dict[str, Any]:
+        is_beginning.set()
+        seen.append(is_forked.wait(0.3))
+        return {"torch": torch.get_rng_state(), "python": random.getstate()}
+
+    def begin() -> None:
+        with own_random(1, computes=True):
+            pass
+
+    monkeypatch.setattr(randomness, "states", states)
+    stage = threading.Thread(target=begin)
+    stage.start()
+    assert is_beginning.wait(60)
+    if not (child := os.fork()):
+        os._exit(0)
+    is_forked.set()
+    os.waitpid(child, 0)
+    stage.join()
+    assert seen == [False]
 
 
 def first_of_numpy() -> dict[str, Any]:

@@ -107,11 +107,12 @@ class Session:
             self._woken.clear()
             while time.monotonic() - self._last < QUIET_S and not self._leaving.wait(QUIET_S / 4):
                 pass
+            is_last = self._leaving.is_set()  # if it is set during a save, what was compiled meanwhile needs another
             self.save()
             if self.seconds and self._is_first:
                 with suppress(Exception):  # then the next process works them out, too
                     self._hashes.keep()
-            if self._leaving.is_set():
+            if is_last:
                 return
 
     def _say(self, **told: Any) -> None:
