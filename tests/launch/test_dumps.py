@@ -210,7 +210,9 @@ if RANK == 0:
     stuck()
 dist.all_reduce(tensor)
 """
-    told, finding = when_found(start(GLOO + script), tmp_path, lambda it: "sem_wait" in it.where and it.collective, patience_s=3)
+    told, finding = when_found(
+        start(GLOO + script), tmp_path, lambda it: "sem_wait" in it.where and it.collective, patience_s=3
+    )
     assert (finding.kind, finding.collective, finding.stuck_ranks) == ("missing_rank", "all_reduce", (0,))
     assert "in stuck: library.sem_wait" in finding.where
     assert (told[0].flight, told[0].how) == (None, "faulthandler")
