@@ -7,7 +7,7 @@ WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all sweep check lint types bench bench-ett bench-ablation clean
+.PHONY: help demo test test-all sweep mutations check lint types bench bench-ett bench-ablation clean
 
 help:  ## list what there is to do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 16
@@ -23,6 +23,9 @@ test-all: .venv/.ready-test  ## run all tests
 
 sweep: .venv/.ready-test  ## kill and crash at full size (HOURS=2: stop after that; it resumes where it stopped)
 	HOURS=$(HOURS) $(BIN)/python -m tests.sweep $(ARGS)
+
+mutations: .venv/.ready-test  ## break lines at random and see whether tests notice (ARGS="12 SEED all")
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 check: lint types test-all  ## what CI runs: lint, types, all tests
 
