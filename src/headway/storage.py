@@ -101,6 +101,10 @@ class Storage(ABC):
     def remove_folder(self, folder: str, first: str = "") -> None:
         """Deletes a folder, and one file of it first: so that what a crash leaves behind never loads."""
 
+    def remove_if_empty(self, folder: str) -> bool:
+        """Deletes a folder that nothing is in. Whether there was one: object stores have none."""
+        return False
+
     def chunks(self, name: str, progress: Progress | None = None) -> Iterator[memoryview]:
         """A file's bytes, in one buffer that is used over and over; those count as done when more are asked for."""
         size = self.size(name)
@@ -189,6 +193,13 @@ class LocalFolder(Storage):
             sync(path)
             shutil.rmtree(path, onerror=_unless_gone)
 
+    def remove_if_empty(self, folder: str) -> bool:
+        try:
+            self._path(folder).rmdir()
+        except OSError:
+            return False
+        return True
+
     def _path(self, name: str) -> Path:
         if name.startswith("/") or ".." in name.split("/"):
             raise InputError(f"{name!r} is not the name of a file of {self.url}: it leads out of it.")
@@ -198,9 +209,8 @@ class LocalFolder(Storage):
     def _new_file(self, name: str) -> Iterator[int]:
         """A file under a name of its own, which is renamed once it is whole and safe."""
         path = self._path(name)
-        self._make(path.parent)
         part = path.with_name(f".{path.name}{PART}{secrets.token_hex(4)}")
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        file = self._create(part)
         try:
             try:
                 yield file
@@ -213,6 +223,15 @@ class LocalFolder(Storage):
                 part.unlink()
             raise
         sync(path.parent)
+
+    def _create(self, path: Path) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._make(path.parent)
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:  # somebody tidied up the empty folder
+            self._make(path.parent)
+            return os.open(path, flags, 0o666)
 
     def _make(self, folder: Path) -> None:
         """Creates a folder, and makes it and those above it safe: whoever created them may have died before."""

@@ -25,6 +25,7 @@ from headway import Checkpointer
 from headway import run as run_module
 from headway.checkpoint import BadCheckpoint, SaveFailed, catalog, lease
 from headway.checkpoint.layout import LATEST, METADATA, OWNER
+from headway.errors import PlatformError
 from headway.events.clock import pid_space
 from headway.events.journal import Follower
 from headway.events.vocabulary import Mark
@@ -388,6 +389,24 @@ def test_a_store_that_fails_is_reported_and_nothing_is_half_committed(
         line.fault = lambda method, path: None
         trained.step()
         assert names(store) == ["step-00000001", "step-00000005"]
+
+
+def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(store: str, line: Line, run: Run) -> None:
+    with job(store, run) as trained:
+        trained.step()
+        trained.step()
+    end_keepers(store)
+    line.fault = lambda method, path: "500" if method == "GET" and "step-00000002/__0" in path else None
+    with (
+        job(store, run) as trained,
+        pytest.raises(PlatformError, match=r"step 2 could not be read .*SKIP_CHECKPOINTS=1"),
+    ):
+        trained.checkpointer.restore()
+    line.fault = lambda method, path: None
+    with job(store, run) as trained:
+        restored = trained.checkpointer.restore()
+        assert restored
+        assert restored.step == 2
 
 
 @pytest.mark.parametrize("how", ["silence", pytest.param("slow", marks=pytest.mark.thorough)])

@@ -211,6 +211,16 @@ def test_dead_saves_go_and_those_that_may_live_stay(anywhere: Storage) -> None:
     assert states(anywhere) == {200: "committed", 300: "partial", 150: "partial"}
 
 
+def test_an_empty_folder_goes_and_one_with_a_strangers_file_stays(storage: Storage, tmp_path: Path) -> None:
+    save(storage, 200, 2)
+    (tmp_path / "root" / "step-00000100").mkdir()
+    (tmp_path / "root" / "step-00000150").mkdir()
+    (tmp_path / "root" / "step-00000150" / "notes.txt").touch()
+    assert [each.step for each in catalog.prune(storage, LAST, dry_run=True)] == [100]
+    assert [each.step for each in catalog.prune(storage, LAST)] == [100]
+    assert states(storage) == {150: "partial", 200: "committed"}
+
+
 @pytest.mark.parametrize(("until", "left"), [("shards", {3}), ("committed", {1, 3})])
 def test_a_save_that_begins_where_one_is_being_pruned_loses_nothing(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, until: str, left: set[int]

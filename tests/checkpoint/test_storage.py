@@ -18,7 +18,7 @@ from saving import image
 
 from headway import storage as storage_module
 from headway.errors import InputError
-from headway.storage import CHUNK_BYTES, ObjectStore, Storage, is_part, open_storage
+from headway.storage import CHUNK_BYTES, LocalFolder, ObjectStore, Storage, is_part, open_storage
 
 
 def chunks(data: memoryview, size: int = 1 << 20) -> Iterator[memoryview]:
@@ -248,6 +248,22 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert seen <= {b"a" * 10_000, b"b" * 10_000}
 
 
+def test_a_folder_that_is_pruned_before_its_first_file_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, make = LocalFolder(tmp_path), LocalFolder._make
+
+    def make_and_lose(self: LocalFolder, folder: Path) -> None:
+        make(self, folder)
+        monkeypatch.undo()
+        assert storage.remove_if_empty("step-1")
+
+    monkeypatch.setattr(LocalFolder, "_make", make_and_lose)
+    storage.write("step-1/shard", b"x")
+    assert storage.read("step-1/shard") == b"x"
+    assert not storage.remove_if_empty("step-1")
+
+
 def test_a_killed_upload_leaves_a_name_that_tells(tmp_path: Path) -> None:
     script = """
         import os, sys, time
@@ -374,7 +390,7 @@ def test_an_upload_in_parts_that_fails_is_aborted(s3_root: str, unfinished_uploa
 
 
 def test_a_server_that_fails_twice_is_asked_again(line: Line, s3_root: str) -> None:
-    left = {"PUT": 2, "GET": 2, "POST": 2}
+    left = {"PUT": 2, "GET": 2, "POST": 2, "HEAD": 2, "DELETE": 2}
 
     def fault(method: str, path: str) -> str | None:
         left[method] = left.get(method, 0) - 1
@@ -384,6 +400,9 @@ def test_a_server_that_fails_twice_is_asked_again(line: Line, s3_root: str) -> N
     storage, data = open_storage(s3_root), image(6 << 20)
     storage.upload("step-1/shard", chunks(data), len(data))
     assert storage.read("step-1/shard") == data
+    assert storage.size("step-1/shard") == len(data)
+    storage.remove("step-1/shard")
+    assert storage.names("step-1") == []
     assert all(count < 0 for count in left.values())
 
 

@@ -246,14 +246,17 @@ def prune(storage: Storage, retention: Retention, *, dry_run: bool = False) -> l
         return []
     generation = generation_of(committed[-1].tag)
     going = to_prune(found, retention)
-    going += [each for each in found if each.state == "partial" and not each.pinned and _is_dead(each.tag, generation)]
+    partial = [each for each in found if each.state == "partial" and not each.pinned]
+    going += [each for each in partial if _is_dead(each.tag, generation)]
+    empty = [each for each in partial if not each.tag and not storage.names(each.name)]
     if not dry_run:
+        empty = [each for each in empty if storage.remove_if_empty(each.name)]
         for checkpoint in going:
             _remove(storage, checkpoint, generation)
         for checkpoint in committed:
             if checkpoint not in going:
                 _sweep(storage, checkpoint, generation)
-    return going
+    return going + empty
 
 
 def sweep(storage: Storage, name: str) -> None:
@@ -276,7 +279,7 @@ def _remove(storage: Storage, checkpoint: Checkpoint, newest_generation: int) ->
 
 
 def _is_dead(tag: str, newest_generation: int) -> bool:
-    """Whether nobody writes that save any more; one without a tag may have just begun."""
+    """Whether nobody writes that save any more."""
     return bool(tag) and generation_of(tag) < newest_generation
 
 

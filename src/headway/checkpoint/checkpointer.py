@@ -32,7 +32,7 @@ from headway.checkpoint.retention import Retention
 from headway.checkpoint.schedule import Schedule, schedule
 from headway.checkpoint.stager import DEADLINE_S, Save, SaveFailed, Stager
 from headway.checkpoint.state import TrainingState, check_part
-from headway.errors import HeadwayError, InputError
+from headway.errors import HeadwayError, InputError, PlatformError
 from headway.events.vocabulary import Activity, Told, clean_text
 from headway.run import Run, current
 from headway.storage import open_storage
@@ -352,17 +352,25 @@ class Checkpointer:
 
     def _restore_first(self, candidates: Sequence[Candidate], arenas: Sequence[Arena], began: float) -> Restored | None:
         problems = []
-        for candidate in candidates:
-            source, problem = Source(tag=candidate.tag), ""
+        for number, candidate in enumerate(candidates, 1):
+            source, problem, is_unread = Source(tag=candidate.tag), "", False
             try:
                 source = self._source(candidate, arenas)
                 self._load(source)
             except (Exception, CheckpointException) as error:  # reported below, and the one before it is taken
-                problem = _problem(error)
-            if not any(everyones := self._ranks.all(problem)):
+                cause = _cause(error)
+                problem, is_unread = f"{type(cause).__name__}: {cause}", source.was_unreadable(cause)
+            everyones = self._ranks.all((problem, is_unread))
+            if not any(text for text, _ in everyones):
                 self._say_if_from_memory_alone(candidate, candidates)
                 return self._restored(candidate, source, arenas, time.perf_counter() - began)
-            problem = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyones) if text)
+            problem = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyones) if text)
+            if any(unread for _, unread in everyones):
+                raise PlatformError(
+                    f"step {candidate.step} could not be read from {self._writer.storage.url} ({problem}). It may well "
+                    f"be whole, so no older checkpoint is restored in its place. Start again when the store answers; "
+                    f"or set HEADWAY_SKIP_CHECKPOINTS={self._run.skip_checkpoints + number} to take an older one."
+                )
             problems.append(f"step {candidate.step}: {problem}")
             self._run.mark(Told.CHECKPOINT_BAD, step=candidate.step, tag=candidate.tag, why=clean_text(problem))
             if self._ranks.is_first:
@@ -488,13 +496,13 @@ class Checkpointer:
             self._end(for_good=True)
 
 
-def _problem(error: BaseException) -> str:
-    """What went wrong: torch wraps it into one that has a trace for its text, and is no `Exception`."""
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong: torch wraps it into an error that has a trace for its text, and is no `Exception`."""
     if isinstance(error, CheckpointException):
         error = next((cause for cause, _ in error.failures.values()), error)
     if isinstance(error, KeyboardInterrupt | SystemExit):  # it wraps these, too
         raise error
-    return f"{type(error).__name__}: {error}"
+    return error
 
 
 def _is_saved(key: str, metadata: Metadata) -> bool:

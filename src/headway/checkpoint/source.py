@@ -64,6 +64,13 @@ class Source:
             return "local", path
         return "remote" if self.storage and not self.storage.is_local else "disk", self._stored(name)
 
+    def was_unreadable(self, error: BaseException) -> bool:
+        """Whether a store did not give what it may have, so that nothing is known of the checkpoint itself. On a local
+        disk an error is the file's own: a bad sector."""
+        causes = (error, error.__cause__)
+        failed = any(isinstance(each, OSError) and not isinstance(each, FileNotFoundError) for each in causes)
+        return failed and self.storage is not None and not self.storage.is_local
+
     def _known(self) -> Manifest:
         """What is stored; looked up when something is not in memory."""
         if self.manifest is None:
