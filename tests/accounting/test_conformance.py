@@ -16,6 +16,7 @@ from headway.accounting.ledger import Ledger, by_bucket, percent
 from headway.accounting.rules import Bucket, StallRule
 from headway.events.vocabulary import WAITS_ANYWHERE, StepRun
 from headway.observe.html import page
+from headway.observe.palette import who_failed
 from headway.observe.perfetto import moments
 from headway.observe.summary import summary
 from headway.observe.terminal import render
@@ -641,8 +642,30 @@ def test_a_rank_that_dies_silently_fails_the_attempt(story: Story) -> None:
     for rank in (0, 1):
         story.rank(rank, of=2, start=100).restored(50).steps(50, each=1.0, first=50).saved(100).finished()
     ledger = story.ledger()
-    assert ledger.failures == [{"attempt": 0, "rank": 1, "category": None, "decision": ""}]
+    assert ledger.failures == [{"attempt": 0, "rank": 1, "unseen_ranks": [], "category": None, "decision": ""}]
     assert took(ledger) == {"recover.teardown": 20, "recover.detection": 30, "training.effective": 100}
+
+
+def test_a_killed_rank_is_the_cause_though_others_notice_before_its_end_is_seen(story: Story) -> None:
+    story.rank(0, of=3).steps(50, each=1.0).wait(0.1).crashed("RuntimeError: connection reset by peer")
+    story.rank(1, of=3).steps(50, each=1.0).wait(0.2).killed(seen=True)
+    story.rank(2, of=3).steps(50, each=1.0).wait(0.15).gone(-15)
+    assert story.ledger().failures[0]["rank"] == 1
+
+
+def test_a_straggler_that_its_launcher_kills_is_not_the_cause(story: Story) -> None:
+    story.rank(0, of=2).steps(50, each=1.0).wait(0.1).crashed("ValueError: a bad batch")
+    story.rank(1, of=2).steps(50, each=1.0).wait(30.1).killed(seen=True)
+    assert story.ledger().failures[0]["rank"] == 0
+
+
+def test_ranks_whose_end_was_not_seen_may_have_failed_first_and_the_report_says_so(story: Story) -> None:
+    story.rank(0, of=2).steps(50, each=1.0).wait(0.1).crashed("RuntimeError: connection reset by peer")
+    story.rank(1, of=2).steps(50, each=1.0).killed()
+    (failure,) = story.ledger().failures
+    assert (failure["rank"], failure["unseen_ranks"]) == (0, [1])
+    assert who_failed(0, [1]) == "rank 0 (or rank 1, whose end was not seen)"
+    assert who_failed(0, [1, 2]) == "rank 0 (or one of 2 ranks, whose end was not seen)"
 
 
 def test_a_node_that_is_lost_is_the_cause_and_what_survivors_raise_is_not(story: Story) -> None:
@@ -653,7 +676,7 @@ def test_a_node_that_is_lost_is_the_cause_and_what_survivors_raise_is_not(story:
         again = story.rank(rank, of=2, start=100, boot=boot).restored(50)
         again.steps(50, each=1.0, first=50).saved(100).finished()
     ledger = story.ledger(lost=(lost,))
-    assert ledger.failures == [{"attempt": 0, "rank": 1, "category": None, "decision": ""}]
+    assert ledger.failures == [{"attempt": 0, "rank": 1, "unseen_ranks": [], "category": None, "decision": ""}]
     assert took(ledger) == {"recover.teardown": 30, "recover.detection": 20, "training.effective": 100}
     assert any("node b (rank 1) was not heard of again" in note for note in ledger.notes)
 
@@ -951,7 +974,7 @@ def test_a_rank_that_vanished_does_not_train_until_its_launcher_is_gone(story: S
     launcher.wait(160).gone(1)
     ledger = story.ledger()
     assert took(ledger) == {"training.effective": 100, "shutdown.teardown": 60}
-    assert ledger.failures == [{"attempt": 0, "rank": 0, "category": None, "decision": ""}]
+    assert ledger.failures == [{"attempt": 0, "rank": 0, "unseen_ranks": [], "category": None, "decision": ""}]
 
 
 def test_a_launcher_that_became_the_rank_tells_how_that_ended(story: Story) -> None:
@@ -960,7 +983,7 @@ def test_a_launcher_that_became_the_rank_tells_how_that_ended(story: Story) -> N
     launcher.wait(103).gone(1)
     ledger = story.ledger()
     assert ledger.state == "failed"
-    assert ledger.failures == [{"attempt": 0, "rank": 0, "category": None, "decision": ""}]
+    assert ledger.failures == [{"attempt": 0, "rank": 0, "unseen_ranks": [], "category": None, "decision": ""}]
     assert took(ledger) == {"start.trainer_init": 1, "training.effective": 100, "shutdown.teardown": 2}
 
 
@@ -987,7 +1010,7 @@ def test_a_launcher_that_fails_although_its_ranks_ended_well_fails_the_job(story
     launcher.wait(101).gone(1)
     ledger = story.ledger()
     assert ledger.state == "failed"
-    assert ledger.failures == [{"attempt": 0, "rank": None, "category": None, "decision": ""}]
+    assert ledger.failures == [{"attempt": 0, "rank": None, "unseen_ranks": [], "category": None, "decision": ""}]
     report = summary(ledger)
     assert report["attempts"][0]["error"] == "exit code 1"
     Console(file=StringIO()).print(render(report))
@@ -1026,7 +1049,7 @@ def test_an_attempt_failed_if_its_launcher_did_before_the_next_began(story: Stor
     second.wait(50).gone()
     ledger = story.ledger()
     assert [account.outcome for account in ledger.attempts] == ["failed", "ended"]
-    assert ledger.failures == [{"attempt": 0, "rank": None, "category": None, "decision": ""}]
+    assert ledger.failures == [{"attempt": 0, "rank": None, "unseen_ranks": [], "category": None, "decision": ""}]
 
 
 def test_one_launcher_a_node_is_one_job(story: Story) -> None:
@@ -1061,7 +1084,7 @@ def test_a_job_of_which_only_the_launcher_is_known_says_so(story: Story) -> None
     ledger = story.ledger()
     assert took(ledger) == {"unattributed": 30}
     assert ledger.state == "failed"
-    assert ledger.failures == [{"attempt": 0, "rank": None, "category": None, "decision": ""}]
+    assert ledger.failures == [{"attempt": 0, "rank": None, "unseen_ranks": [], "category": None, "decision": ""}]
     assert any(note.startswith("no PyTorch training was seen in this job") for note in ledger.notes)
 
 

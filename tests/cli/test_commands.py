@@ -58,7 +58,7 @@ def test_the_json_report_has_every_documented_field_and_sums(failed_job: Story) 
     assert list(told["ledger"]) == [str(key) for key in Bucket]
     assert sum(told["ledger"].values()) == pytest.approx(told["wall_s"], abs=1e-9)
     assert told["ett_percent"] + told["idleness_percent"] + told["failure_percent"] == pytest.approx(100)
-    assert told["failures"] == [{"attempt": 0, "rank": 1, "category": None, "decision": ""}]
+    assert told["failures"] == [{"attempt": 0, "rank": 1, "unseen_ranks": [], "category": None, "decision": ""}]
     assert told["steps"] == {"new": 400, "repeated": 100, "unsaved": 0}
     assert {rank["rank"] for rank in told["ranks"]} == {0, 1}
     for rank in told["ranks"]:

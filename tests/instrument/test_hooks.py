@@ -596,6 +596,7 @@ def test_torchrun_s_agent_is_no_rank_and_tells_of_its_restarts(home: Path) -> No
     seen = Done(home, done.returncode, done.stdout, done.stderr)
     assert [rank["rank"] for rank in seen.report["ranks"]] == [0, 1]
     assert len(seen.report["attempts"]) == 2
+    assert [(failure["rank"], failure["unseen_ranks"]) for failure in seen.report["failures"]] == [(1, [])]
     assert seen.buckets["recover.rendezvous"] > 0
     assert seen.buckets["start.launcher_init"] > 0.3
     assert seen.report["steps"]["repeated"] == 6

@@ -197,7 +197,7 @@ def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path) -> None:
     with raises.during("step", error="RuntimeError: boom"), raises.during("fwd_bwd", error="RuntimeError: boom"):
         raises.at += 0.5
     ledger, _ = imported(tmp_path / "home", tmp_path / "dump")
-    assert ledger.failures == [{"attempt": 0, "rank": 1, "category": None, "decision": ""}]
+    assert ledger.failures == [{"attempt": 0, "rank": 1, "unseen_ranks": [], "category": None, "decision": ""}]
     member = ledger.attempts[0].views[1].member
     assert member.timeline.ended is not None
     assert member.timeline.ended.error == "RuntimeError: boom"

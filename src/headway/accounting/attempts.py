@@ -1,5 +1,7 @@
 """From processes to attempts: which processes ran together, on one time axis, and when each began and failed."""
 
+import re
+import signal
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -18,6 +20,16 @@ TICK_NS = 10_000_000
 
 CLOCK_TOLERANCE_NS = 250_000_000
 """Hosts whose clocks differ by less are taken to agree: the end of process-group initialisation is no sharper mark."""
+
+
+CRASH_NS = 1_000_000_000
+"""How long the kernel may take to report a process that was killed."""
+
+_CRASHES = frozenset([signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE])
+"""Signals that end the first rank. To the others a launcher sends SIGTERM, and torch aborts what waits too long."""
+
+
+_PEER_LOST = re.compile(r"\bpeers?\b|connection (?:reset|closed|refused)|broken pipe|nccl|gloo|timed out", re.I)
 
 
 class Instant(NamedTuple):
@@ -46,6 +58,8 @@ class Attempt:
     """It was told to stop, and did."""
     failed_rank: int | None = None
     """None where no rank failed, and yet its launcher did."""
+    unseen_ranks: tuple[int, ...] = ()
+    """The other ranks that ended with it when nobody was looking: one of them may have failed first."""
     decision: str = ""
     """What a supervisor did about its failure, and why, in its own words."""
     exit_code: int | None = None
@@ -286,15 +300,37 @@ def _set_failure(attempt: Attempt) -> None:
         attempt.failed_rank = min(lost, key=lambda rank: (lost[rank], rank))
         attempt.end_ns = max(lost.values())
     elif seen:
-        attempt.failed_rank = min(seen, key=lambda rank: (seen[rank], rank))
-        attempt.end_ns = seen[attempt.failed_rank]
+        attempt.failed_rank = _first_to_fail(seen, dead)
+        attempt.end_ns = min(seen.values())
     elif dead:
         attempt.failed_rank = min(dead, key=lambda rank: (dead[rank].last_sign_ns, rank))
         attempt.end_ns = max(m.last_sign_ns for m in dead.values())
     else:
         attempt.end_ns = max(m.last_sign_ns for m in members.values())
+    if not named and attempt.failed_rank is not None and _may_be_an_effect(members[attempt.failed_rank]):
+        attempt.unseen_ranks = tuple(sorted(dead.keys() - seen.keys() - lost.keys() - {attempt.failed_rank}))
     if attempt.exit_code is not None and attempt.trains_unseen:
         attempt.failed_rank = None
+
+
+def _may_be_an_effect(member: Member) -> bool:
+    """Whether a rank's failure says nothing of its own cause, or says that another rank was lost."""
+    error = member.timeline.ended.error if member.timeline.ended else None
+    return not error or bool(_PEER_LOST.search(error))
+
+
+def _first_to_fail(seen: dict[int, int], dead: dict[int, Member]) -> int:
+    """The rank that failed first. The others notice at once that a crash cut them off; the crash itself is seen only
+    when the kernel has taken the process down."""
+    first = min(seen, key=lambda rank: (seen[rank], rank))
+    if not _may_be_an_effect(dead[first]):
+        return first
+    soon = [rank for rank in seen if _has_crashed(dead[rank]) and seen[rank] <= seen[first] + CRASH_NS]
+    return min(soon, key=lambda rank: (seen[rank], rank), default=first)
+
+
+def _has_crashed(member: Member) -> bool:
+    return member.gone is not None and member.gone.exit_code is not None and -member.gone.exit_code in _CRASHES
 
 
 def _set_decisions(attempts: list[Attempt], timelines: Iterable[Timeline]) -> None:

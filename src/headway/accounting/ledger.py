@@ -344,6 +344,7 @@ class Ledger:
             {
                 "attempt": a.attempt.number,
                 "rank": a.attempt.failed_rank,
+                "unseen_ranks": list(a.attempt.unseen_ranks),
                 "category": _category(a.attempt),
                 "decision": a.attempt.decision,
             }

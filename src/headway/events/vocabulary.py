@@ -258,7 +258,8 @@ class ProcessEnd:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessGone:
-    """Somebody else saw the process end at `t_ns`: the collector, or a supervisor, which also knows the exit code."""
+    """Somebody else saw the process end at `t_ns`: a collector, a supervisor or a witness. The last two may know the
+    exit code."""
 
     KIND: ClassVar[int] = 34
     t_ns: int
@@ -266,7 +267,7 @@ class ProcessGone:
     category: str | None = None
     """Why it failed, if it was the first of its attempt to do so."""
     name: str = ""
-    """Which process, in a supervisor's journal; empty for the one whose journal this is."""
+    """Which process, in a supervisor's or a witness's journal; empty for the one whose journal this is."""
     stopped: bool = False
     """It was ended, and started again, for a reason that is no failure: nodes that joined."""
 

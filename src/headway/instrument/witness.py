@@ -1,7 +1,12 @@
-"""The witness: a small process that outlives a command, and writes down when it began, when it ended, and how."""
+"""The witness: a small process that outlives a command, and writes down when the command began and ended, and how.
+
+It also sees how the measured processes of this node end: after a crash under torchrun, the order of their ends tells
+which rank failed first.
+"""
 
 import fcntl
 import os
+import re
 import select
 import signal
 import struct
@@ -15,14 +20,14 @@ from headway.events.clock import start_ticks
 from headway.events.journal import Writer
 from headway.events.process import open_pidfd, process_name
 from headway.events.vocabulary import Mark, Process, ProcessGone, clean_text, encode
-from headway.paths import JobPaths
+from headway.paths import JOURNAL, JobPaths, folder_name
 from headway.run import ROLL_UP, open_somewhere, takes_the_spool
 
 PATIENCE_S = 2.0
 """Longest time that a command waits for its witness to begin."""
 
-LOOK_S = 2.0
-"""How often the witness sees whether its journal is still there."""
+LOOK_S = 0.5
+"""How often the witness looks for new journals, and whether its own is still there."""
 
 REAP_S = 1.0
 """How long it waits for the parent of an ended command to ask how that ended: only then does the kernel tell others."""
@@ -111,17 +116,64 @@ def _witness(process: Process, settings: Settings, pidfd: int, tell: int) -> Non
 
 
 def _watch(process: Process, writer: Writer, pidfd: int) -> None:
-    """Waits for the command's end and writes it down; leaves without a word if the journal is deleted."""
-    ticks = start_ticks(process.pid)
-    while not _happens(pidfd, select.POLLIN, LOOK_S):
+    """Write down how the command and its measured processes end. Leave without a word if the journal is deleted."""
+    ticks, others = start_ticks(process.pid), _Others(process, writer)
+    while not others.wait(pidfd, LOOK_S):
         if not writer.path.exists():
             return
+        others.find()
     now = time.monotonic_ns()
-    status = _status_of_zombie(process.pid, ticks)
-    status = _status_of_reaped(pidfd) if status is None else status
-    code = None if status is None else os.waitstatus_to_exitcode(status)
+    code = _exit_code(pidfd, process.pid, ticks, patience_s=REAP_S)
     writer.append(encode(ProcessGone(t_ns=now, exit_code=code)))
     writer.close()
+
+
+class _Others:
+    """The measured processes of a command on this node, found by their journals."""
+
+    def __init__(self, process: Process, writer: Writer) -> None:
+        self._command, self._writer = process.pid, writer
+        ours = folder_name(f"{process.node}-{process.boot[:8]}-")
+        self._name = re.compile(rf"({re.escape(ours)}(\d+)-(\d+)){re.escape(JOURNAL)}")
+        self._known: set[str] = set()
+        self._watched: dict[int, tuple[str, int, int]] = {}
+        """By pidfd: name, process id, start in kernel ticks."""
+        self._changed_ns = 0
+
+    def find(self) -> None:
+        """Begin to watch processes that have appeared since the last call."""
+        folder = self._writer.path.parent
+        changed_ns = folder.stat().st_mtime_ns
+        if changed_ns == self._changed_ns:
+            return
+        self._changed_ns = changed_ns
+        for match in filter(None, map(self._name.fullmatch, os.listdir(folder))):
+            name, pid, ticks = match[1], int(match[2]), int(match[3])
+            if name not in self._known and pid != self._command:
+                self._known.add(name)
+                self._open(name, pid, ticks)
+
+    def _open(self, name: str, pid: int, ticks: int) -> None:
+        with suppress(OSError):  # it has ended already, and nobody saw how
+            pidfd = open_pidfd(pid)
+            if start_ticks(pid) == ticks:
+                self._watched[pidfd] = (name, pid, ticks)
+            else:
+                os.close(pidfd)
+
+    def wait(self, pidfd: int, timeout_s: float) -> bool:
+        """Wait for an end, and write it down if it is not the command's. Return whether the command has ended."""
+        poller = select.poll()
+        for fd in (pidfd, *self._watched):
+            poller.register(fd, select.POLLIN)
+        ended = [fd for fd, _ in poller.poll(timeout_s * 1000)]
+        now = time.monotonic_ns()
+        for fd in ended:
+            if fd != pidfd:
+                name, pid, ticks = self._watched.pop(fd)
+                self._writer.append(encode(ProcessGone(t_ns=now, exit_code=_exit_code(fd, pid, ticks), name=name)))
+                os.close(fd)
+        return pidfd in ended
 
 
 def _happens(fd: int, event: int, timeout_s: float) -> bool:
@@ -156,6 +208,13 @@ def _ensure_collector(process: Process, settings: Settings, writer: Writer) -> N
 # --- how the command ended -------------------------------------------------------------------------------------------
 
 
+def _exit_code(pidfd: int, pid: int, ticks: int | None, patience_s: float = 0.0) -> int | None:
+    """The exit code of an ended process; None if nobody tells."""
+    status = _status_of_zombie(pid, ticks)
+    status = _status_of_reaped(pidfd, patience_s) if status is None else status
+    return None if status is None else os.waitstatus_to_exitcode(status)
+
+
 def _status_of_zombie(pid: int, ticks: int | None) -> int | None:
     """The wait status of an ended process as /proc tells it until its parent has asked; None if it does not."""
     try:
@@ -167,9 +226,9 @@ def _status_of_zombie(pid: int, ticks: int | None) -> int | None:
     return int(fields[49]) if is_ours and fields[0] == b"Z" and int(fields[19]) == ticks else None
 
 
-def _status_of_reaped(pidfd: int) -> int | None:
+def _status_of_reaped(pidfd: int, patience_s: float) -> int | None:
     """The wait status of an ended process as the kernel tells it once its parent has asked; None before Linux 6.15."""
-    for timeout_s in (0.0, REAP_S):
+    for timeout_s in (0.0, patience_s):
         _happens(pidfd, 0, timeout_s)  # no event but the one that is always reported: it is reaped
         info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
         try:

@@ -321,7 +321,8 @@ def _attempts(report: Report) -> str:
         outcome, failure = _pill(attempt["outcome"]), failures.get(attempt["attempt"])
         if failure:
             why = failure["category"] or attempt.get("error") or "died without a word"
-            outcome += f" <small>{who_failed(failure['rank'])}: {escape(str(why)[:300])}</small>"
+            who = who_failed(failure["rank"], failure["unseen_ranks"])
+            outcome += f" <small>{who}: {escape(str(why)[:300])}</small>"
         cells = [duration(attempt["begin_s"]), duration(attempt["wall_s"]), attempt["world_size"]]
         cells += ["" if attempt[key] is None else attempt[key] for key in ("critical_rank", "slowest_rank")]
         bar, width = _bar(attempt["ledger"], attempt["wall_s"]), 100 * attempt["wall_s"] / longest

@@ -5,6 +5,8 @@ time lost inside the loop, grey the end. Green leans to blue and red to orange, 
 apart under red-green blindness; every colour stands out from white and from black.
 """
 
+from collections.abc import Sequence
+
 from headway.accounting.rules import Bucket
 
 COLOURS: dict[Bucket, str] = {
@@ -87,6 +89,11 @@ def group(bucket: Bucket) -> str:
     return bucket.partition(".")[0]
 
 
-def who_failed(rank: int | None) -> str:
-    """Whom a failure is told of: a rank, or where all of them ended well what had started them."""
-    return "the launcher" if rank is None else f"rank {rank}"
+def who_failed(rank: int | None, unseen_ranks: Sequence[int] = ()) -> str:
+    """The rank that failed first, as far as that was seen; the launcher, where all ranks ended well."""
+    if rank is None:
+        return "the launcher"
+    if not unseen_ranks:
+        return f"rank {rank}"
+    others = f"rank {unseen_ranks[0]}" if len(unseen_ranks) == 1 else f"one of {len(unseen_ranks)} ranks"
+    return f"rank {rank} (or {others}, whose end was not seen)"

@@ -293,7 +293,8 @@ def _failures(report: dict[str, Any]) -> list[Text]:
     for failure in report["failures"][-MOST_FAILURES:]:
         error = report["attempts"][failure["attempt"]]["error"]
         why = failure["category"] or error or "it died without a word"
-        told = f": {failure['decision']}" if failure["decision"] else f" failed on {who_failed(failure['rank'])}: {why}"
+        who = who_failed(failure["rank"], failure["unseen_ranks"])
+        told = f": {failure['decision']}" if failure["decision"] else f" failed on {who}: {why}"
         line = Text(f"attempt {failure['attempt']}{plain(told)}", "red")
         line.no_wrap, line.overflow = True, "ellipsis"
         lines.append(line)
