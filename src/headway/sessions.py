@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PF_EXITING = 0x4
 
 
 def adopt_orphans() -> None:
@@ -73,6 +74,13 @@ def handles(pid: int, number: int) -> bool:
     return False
 
 
+def is_ending(pid: int) -> bool:
+    """Whether the kernel is taking a process down, or has. Until that is over its exit code is not known, though other
+    processes may have seen its connections close."""
+    fields = _fields(pid)
+    return not fields or fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
+
+
 def signal_name(number: int) -> str:
     """A signal's name."""
     try:
@@ -115,9 +123,14 @@ def _children() -> list[int]:
 
 
 def _state_and_session(pid: int) -> tuple[str, int]:
+    fields = _fields(pid)
+    return (fields[0].decode(), int(fields[3])) if fields else ("X", 0)
+
+
+def _fields(pid: int) -> list[bytes]:
+    """What /proc/PID/stat says, from the state on; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return "X", 0
-    return fields[0].decode(), int(fields[3])
+        return []

@@ -4,6 +4,7 @@ import io
 import re
 import signal
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,19 @@ def test_a_full_disk_is_not_retried_even_after_progress(home: Path) -> None:
     assert "disk_full" in err
     assert "no retry can help" in err
     assert len(report("j")["attempts"]) == 1
+
+
+def test_a_rank_that_says_it_was_cut_off_is_not_waited_for_while_no_other_ends(home: Path) -> None:
+    patient = home / "patient.py"
+    patient.write_text(
+        "import runpy, sys\nfrom headway.launch import agent\nagent.SETTLE_S = 1000\n"
+        f"sys.argv[0] = {WARM_HEADWAY[1]!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    words = [sys.executable, str(patient), "run", *TWO, str(TRAINER)]
+    environ = environment(FAULTS="0:1@4=cut_off 0:0@4=hang")
+    done = warm.run(words, first=["hooked"], cwd=home, env=environ, capture_output=True, text=True, timeout=LONG_S)
+    assert done.returncode == 0, done.stderr
+    assert [failure["rank"] for failure in report("j")["failures"]] == [1]
 
 
 def test_what_was_printed_long_before_a_rank_is_killed_does_not_stop_the_job(home: Path) -> None:

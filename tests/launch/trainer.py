@@ -41,6 +41,8 @@ def fail(kind: str) -> None:
             pass
     elif kind == "disk":
         raise OSError(28, "No space left on device")
+    elif kind == "cut_off":
+        raise RuntimeError("[Errno 104] Connection reset by peer")
     elif kind == "complain":
         try:
             fail("disk")

@@ -43,8 +43,9 @@ GRACE_S = 1.0
 EXIT_S = 120.0
 """What a program that ended well gets to take down its interpreter."""
 
-SETTLE_S = 1.0
-"""How long to look for the root of a failure while only its effects on other ranks are known."""
+SETTLE_S, GLANCE_S = 1.0, 0.1
+"""How long to look for the root of a failure while only its effects on other ranks are known; and while no rank here is
+ending, either: one that raised has said so before the others could notice."""
 
 VERDICT_S = 5.0
 """How long to wait for the node that has the root to decide."""
@@ -269,18 +270,19 @@ class Agent(SimpleElasticAgent):
     # --- failures ---
 
     def _about_failure(self) -> Order:
-        findings = self._findings()
-        until = time.monotonic() + SETTLE_S
-        while self._surgery.is_effect(findings) and self._has_company() and time.monotonic() < until:
+        findings, began_s = self._findings(), time.monotonic()
+        while self._surgery.is_effect(findings) and self._root_may_come(time.monotonic() - began_s):
             if (order := self._told_elsewhere()) is not None:
                 return order
             self._crew.look(0.02)
             findings = self._findings()
         return self._decide(findings)
 
-    def _has_company(self) -> bool:
-        """Whether the root may be with a rank that has not been heard yet."""
-        return self._peers.count > 1 or not all(worker.is_over or worker.failed_ns for worker in self._crew.workers)
+    def _root_may_come(self, waited_s: float) -> bool:
+        """Whether the root may be with a rank of another node, or with one here that has not been heard yet."""
+        unheard = [worker.pid for worker in self._crew.workers if not worker.is_over and not worker.failed_ns]
+        is_near = self._peers.count > 1 or any(map(sessions.is_ending, unheard))
+        return (is_near or bool(unheard)) and waited_s < (SETTLE_S if is_near else GLANCE_S)
 
     def _decide(self, findings: Findings) -> Order:
         """What to do: as the node says that has the root, where that is another one; else as this one proposes."""
