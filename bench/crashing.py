@@ -63,18 +63,32 @@ def grant(step: int) -> None:
         wish = file.read()
     os.unlink(WISH)
     stamp(wish, step)
-    if wish == "exception":
-        raise ValueError("the loss is not what it was")
-    if wish == "exit":
-        sys.exit(1)
-    if wish == "abort":
-        os.abort()
-    if wish == "segfault":
-        import ctypes
+    END[wish]()
 
-        ctypes.string_at(0)
-    if wish == "block":
-        block()
+
+def raise_error(error: Exception) -> None:
+    """Fail by an exception."""
+    raise error
+
+
+def recurse(depth: int = 0) -> int:
+    """Fail by a traceback of a thousand lines."""
+    return recurse(depth + 1) + 1
+
+
+def read_nothing() -> None:
+    """Fail by a segmentation fault."""
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+def signal_self(name: str) -> None:
+    """End by a signal, which no handler catches."""
+    import signal
+
+    os.kill(os.getpid(), getattr(signal, name))
+    time.sleep(60)
 
 
 def block() -> None:
@@ -86,6 +100,21 @@ def block() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     dist.distributed_c10d._get_default_store().wait(["what never comes"], timedelta(hours=1))
+
+
+END = {
+    "exception": lambda: raise_error(ValueError("the loss is not what it was")),
+    "cut-off": lambda: raise_error(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer")),
+    "recursion": recurse,
+    "exit": lambda: sys.exit(1),
+    "leave": lambda: os._exit(1),
+    "abort": os.abort,
+    "segfault": read_nothing,
+    "bus": lambda: signal_self("SIGBUS"),
+    "terminate": lambda: signal_self("SIGTERM"),
+    "block": block,
+}
+"""What this job can be told to do."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """From a crash to the first step after it: `headway run` next to torchrun and nvidia's ft_launcher.
 
-All run the same script with two gloo ranks and take turns, round by round. In every round each starts a job, and makes
-it fail in three ways, one after the other. torchrun runs with its restart defect worked around: as it is, most of
-its restarts fail and cost another one, or hang. The crashes that are only counted come in one long job each.
+All run the same script with two gloo ranks and take turns, round by round. In every round each starts a job and makes
+it fail in four ways, one after the other; in the first two rounds, in twelve. torchrun runs with its restart defect
+worked around: as it is, most of its restarts fail and cost another one, or hang. The crashes that are only counted come
+in one long job each.
 """
 
 import tempfile
@@ -24,13 +25,25 @@ from bench.launched import (
 )
 from bench.measure import Row, short
 
-FAULTS = {"kill": 8.0, "exception": 15.0, "blocked": 15.0}
+FAULTS = {"kill": 25.0, "exception": 25.0, "cut-off": 25.0, "blocked": 25.0}
 """How a job fails, and how many times as long torchrun must take at least to train again."""
 WORDS = {
     "kill": "SIGKILL of a rank",
     "exception": "an exception in a rank",
+    "cut-off": "an exception that names a lost peer",
     "blocked": "SIGKILL, and the survivor is blocked",
+    "kill 0 1": "SIGKILL of both ranks",
+    "terminate": "SIGTERM of a rank",
+    "segfault": "a segmentation fault",
+    "bus": "a bus error",
+    "abort": "an abort",
+    "recursion": "an exception with a long traceback",
+    "exit": "sys.exit(1)",
+    "leave": "os._exit(1)",
 }
+"""The twelve ways in which a rank ends here."""
+OTHER_ROUNDS = 2
+"""In so many rounds a job fails in all of these ways."""
 MIXED = (
     "kill", "exception", "exit", "kill 0", "segfault", "kill 0 1", "abort 0", "exception 0", "exit 0", "segfault 0",
 )  # fmt: skip
@@ -67,7 +80,8 @@ def _rounds(launchers: list[Launcher], folder: Path, rounds: int) -> dict[str, S
     """Every launcher's samples, by what was measured. Caches fill in a first round, of starts alone."""
     samples: dict[str, Samples] = {launcher.name: {} for launcher in launchers}
     for number, launcher in _turns(launchers, rounds):
-        took = _session(launcher, folder / f"{launcher.name}-{number}", FAULTS if number else ())
+        faults = () if number == 0 else WORDS if number <= OTHER_ROUNDS and launcher is not FT_LAUNCHER else FAULTS
+        took = _session(launcher, folder / f"{launcher.name}-{number}", faults)
         for what, seconds in took.items() if number else ():
             samples[launcher.name].setdefault(what, []).append(seconds)
     return samples
@@ -95,11 +109,10 @@ def _recovery_rows(samples: dict[str, Samples]) -> list[Row]:
     ours, theirs = samples["headway"], samples["torchrun"]
     nvidia = samples.get("ft_launcher", {})
     rows = []
-    for fault, times in FAULTS.items():
-        rows.append(
-            Row(WORDS[fault], "s", ours[fault], theirs[fault], "torchrun", times=times, note=_parts(ours, fault))
-        )
-        if nvidia:
+    for fault, name in WORDS.items():
+        times, note = FAULTS.get(fault), _parts(ours, fault) if fault in FAULTS else ""
+        rows.append(Row(name, "s", ours[fault], theirs[fault], "torchrun", times=times, note=note))
+        if nvidia and fault in FAULTS:
             rows.append(Row("…", "s", ours[fault], nvidia[fault], "ft_launcher"))
     return rows
 
