@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -48,10 +49,17 @@ SWEEPS = {
         what="SIGKILLs of a process that writes its journal: no acknowledged record or step is lost",
     ),
     "checkpoint": Sweep(
-        tests="tests/checkpoint/test_kills.py",
+        tests="tests/checkpoint/test_kills.py -k 'not whoever'",
         counted="kills",
         full=200,
         what="SIGKILLs of trainers, uploaders, keepers and supervisors: every committed save loads, bit for bit",
+    ),
+    "job": Sweep(
+        tests="tests/checkpoint/test_kills.py -k whoever",
+        counted="kills",
+        full=1000,
+        what="SIGKILLs of ranks, supervisors, zygotes, keepers and uploaders of jobs (`headway run` and torchrun, DDP and "
+        "FSDP2, all memory modes) whose saves are mostly in memory: nothing is lost, torn, foreign or out of order",
     ),
     "power": Sweep(
         tests="tests/checkpoint/test_power_loss.py",
@@ -151,7 +159,7 @@ def run_round(name: str, seed: int) -> tuple[str, int, int, bool]:
         f"--junitxml={report}",
         f"--hypothesis-seed={seed}",
     ]
-    command += SWEEPS[name].tests.split()
+    command += shlex.split(SWEEPS[name].tests)
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "SEED": str(seed)})
         RUNNING.append(process)

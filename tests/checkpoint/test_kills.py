@@ -8,6 +8,8 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,7 +19,7 @@ import pytest
 import supervising
 import torch.distributed.checkpoint as dcp
 import trainers
-from keeping import keepers
+from keeping import is_alive, keepers
 from supervising import descendants
 from trainers import Notes, Process, fork, is_equal, loaded, newest, state_at, wait_for
 
@@ -42,8 +44,10 @@ def kill(pid: int | None) -> None:
 class Watch:
     """Knows what was promised so far, and looks whether it is kept."""
 
-    def __init__(self, root: Path, notes: Notes, ranks: int) -> None:
-        self.root, self.notes, self.ranks = root, notes, ranks
+    def __init__(self, root: Path, notes: Notes, ranks: int, holds: bool = True, **size: int) -> None:
+        self.root, self.notes, self.ranks, self.size = root, notes, ranks, size
+        self.holds = holds
+        """Whether memory always has a save that all ranks have."""
         self.committed = 0
         self.began = 0
         """So many notes there were before the trainers of now began."""
@@ -57,7 +61,7 @@ class Watch:
     def promised(self) -> int:
         """The step that the next trainers have to begin with, or a later one: what was committed, or copied by all."""
         saved = self.notes.highest("saved", rank=0)
-        if saved <= self.kept_after:
+        if saved <= self.kept_after or not self.holds:
             return saved
         return max(saved, min(self.notes.highest("staged", rank, self.began) for rank in range(self.ranks)))
 
@@ -73,13 +77,14 @@ class Watch:
         assert found.step >= self.committed
         self.committed = found.step
         try:
-            weights = loaded(self.root / found.name)
+            weights = loaded(self.root / found.name, **self.size)
         except dcp.CheckpointException:
             if newest(self.root) == found:
                 raise
             self.look()  # it was pruned meanwhile: there are newer ones
         else:
-            assert is_equal(weights, state_at(found.step)), f"{found.name} has other values than step {found.step} had"
+            expected = state_at(found.step, **self.size)
+            assert is_equal(weights, expected), f"{found.name} has other values than step {found.step} had"
 
 
 class Crew:
@@ -197,6 +202,62 @@ class Supervised(Crew):
         self.supervisor.wait()
 
 
+class Job(Supervised):
+    """Two ranks under `headway run` or torchrun, whose state is so large that most saves are in memory alone."""
+
+    def __init__(self, root: Path, home: Path, chance: random.Random, launcher: str, kind: str, memory: str) -> None:
+        super().__init__(root, home, chance, ranks=2, kind=kind)
+        self.launcher, self.memory = launcher, memory
+        self.watch = Watch(root, self.notes, 2, holds=memory in ("auto", "two-slot"), **trainers.LARGE)
+
+    def start(self) -> None:
+        promised, before = self.watch.promised(), len(self.notes.read("restored"))
+        self.watch.began = len(self.notes.read())
+        words = ["--nproc-per-node", "2", "--max-restarts", "1000", trainers.__file__, str(self.root)]
+        words += [str(self.notes.path), self.kind, self.memory]
+        settings = {"HEADWAY_JOB": "j", "OMP_NUM_THREADS": "1"}
+        if self.launcher == "torchrun":
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+            environ = {**os.environ, **settings, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            with (self.home / "stderr").open("a") as file:
+                self.supervisor = subprocess.Popen(
+                    command, cwd=self.home, env=environ, stdout=file, stderr=file, text=True
+                )
+        else:
+            self.supervisor = supervising.start(words, self.home, cold=False, **settings)
+        self._await_restored(promised, before)
+
+    def _await_restored(self, promised: int, before: int) -> None:
+        super()._await_restored(promised, before)
+        assert len({step for step, _ in self.notes.read("restored")[before:]}) == 1, "ranks differ"
+
+    def progress(self) -> None:
+        before = len(self.notes.read("staged"))
+        self._await(lambda: len(self.notes.read("staged")) >= before + self.ranks)
+
+    def strike(self, victim: str) -> None:
+        if victim == "zygote":
+            for pid in supervising.zygotes(self.supervisor.pid):
+                kill(pid)
+        elif victim == "trainer":
+            before = len(self.notes.read("restored"))
+            kill(self.chance.choice(self.notes.last_pids(self.ranks)))
+            self._await_restored(self.watch.promised(), before)
+            self.watch.began = len(self.notes.read())
+        else:
+            super().strike(victim)
+
+    def stop(self, first: int = 0) -> None:
+        """Kill the launcher. What headway started ends with it; torchrun's ranks are killed as a scheduler would."""
+        family = supervising.descendants(self.supervisor.pid)
+        super().stop(first)
+        if self.launcher == "torchrun":
+            for pid in family:
+                kill(pid)
+        ours = [pid for pid, command in family.items() if "headway.checkpoint" not in command]
+        wait_for(lambda: not any(map(is_alive, ours)))
+
+
 Record = Callable[[str, object], None]
 
 
@@ -221,6 +282,27 @@ def test_no_save_is_lost_with_a_killed_supervisor(root: Path, home: Path, record
     crew = Supervised(root, home, random.Random(f"supervised {SEED}"))
     strike_at_random(crew, {"supervisor": 2, "trainer": 1, "uploader": 1, "keeper": 1})
     record_property("kills", 5)
+
+
+JOBS = list(
+    itertools.product(("headway", "headway", "torchrun"), ("ddp", "fsdp"), ("two-slot", "one-slot", "streaming"))
+)
+
+
+@pytest.mark.thorough
+def test_whoever_is_killed_in_a_job_nothing_is_lost_torn_or_out_of_order(
+    root: Path, home: Path, record_property: Record
+) -> None:
+    launcher, kind, memory = JOBS[SEED % len(JOBS)]
+    job = Job(root, home, random.Random(f"job {SEED}"), launcher, kind, memory)
+    kills = {"trainer": 3, "keeper": 2, "uploader": 2, "supervisor": 1, "zygote": 1 if launcher == "headway" else 0}
+    if "SEED" in os.environ:
+        kills = {victim: 4 * count for victim, count in kills.items()}
+    try:
+        strike_at_random(job, kills)
+    finally:
+        print((home / "stderr").read_text()[-4000:])
+    record_property("kills", sum(kills.values()))
 
 
 def test_what_the_dead_have_sent_is_received_even_if_they_left_something_unread() -> None:

@@ -34,6 +34,8 @@ PATIENCE_S = 120.0
 """Longer than anything takes on the slowest machine."""
 
 TENSORS, LENGTH = 16, 1 << 14
+LARGE = {"length": 1 << 16, "tensors": 256}
+"""A state of 64 MB: a copy takes a fraction of what an upload does."""
 
 
 # --- a state that is known -------------------------------------------------------------------------------------------
@@ -45,7 +47,7 @@ class Counting(nn.Module):
     def __init__(self, length: int = LENGTH, tensors: int = TENSORS) -> None:
         super().__init__()
         start = torch.arange(length, dtype=torch.float32)
-        self.weights = nn.ParameterList([nn.Parameter(start * (number + 1)) for number in range(tensors)])
+        self.weights = nn.ParameterList([nn.Parameter(start * (number % 16 + 1) + number) for number in range(tensors)])
 
     @torch.no_grad()
     def train_step(self) -> None:
@@ -275,29 +277,59 @@ class Notes:
         """Who has restored last."""
         return next(int(line.split()[3]) for line in reversed(self.path.read_text().splitlines()) if "restored" in line)
 
+    def last_pids(self, ranks: int) -> list[int]:
+        """The processes that have restored last, one of each rank."""
+        lines = [line.split() for line in self.path.read_text().splitlines() if line.startswith("restored")]
+        return [int(next(words[3] for words in reversed(lines) if words[2] == str(rank))) for rank in range(ranks)]
+
     def highest(self, kind: str, rank: int, since: int = 0) -> int:
         """The highest step that a rank has said this of."""
         return max((step for step, by in self.read(kind, since=since) if by == rank), default=0)
 
 
-def train(root: str, notes: Path, rank: int = 0, ranks: int = 1, meeting: str = "", kind: str = "") -> None:
-    """Trains for ever and saves at every step, now and then without waiting for the one before."""
+def train(
+    root: str, notes: Path, rank: int = 0, ranks: int = 1, meeting: str = "", kind: str = "", memory: str = ""
+) -> None:
+    """Trains for ever and saves at every step, now and then without waiting for the one before; with `memory`, a large
+    state that is held in that way, when the Checkpointer finds that it pays."""
     tell = Notes(notes)
     if ranks > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=ranks)
-    model = inner = Counting()
+        dist.init_process_group("gloo", (meeting and f"file://{meeting}") or None, rank=rank, world_size=ranks)
+    model = inner = Counting(**LARGE if memory else {})
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(inner)  # type: ignore[assignment]
     elif kind == "fsdp":
         fully_shard(inner)
-    checkpointer = Checkpointer(root, model=model, interval=None, keep=3)
+    interval = {"": None, "streaming": "1s"}.get(memory, "auto")
+    how: dict[str, Any] = {"interval": interval} | ({"memory": memory} if memory else {})
+    checkpointer = Checkpointer(root, model=model, keep=3, **how)
     began = {name: _local(weight).clone() for name, weight in inner.state_dict().items()}
     restored = checkpointer.restore()
     for name, weight in inner.state_dict().items():
         assert _local(weight).equal(began[name] + checkpointer.step), f"{name} is not that of step {checkpointer.step}"
     tell.add("restored", checkpointer.step, rank, restored.tier if restored else "nothing")
-    _train_on(checkpointer, inner, tell, rank)
+    (_train_large if memory else _train_on)(checkpointer, inner, tell, rank)
+
+
+def _train_large(checkpointer: Checkpointer, model: Counting, tell: Notes, rank: int) -> None:
+    """Leaves it to the Checkpointer when to save, and whether to memory alone."""
+    run, save, saved = headway.current(), checkpointer._save, headway.current().checkpoint_saved
+
+    def save_and_note(step: int, *words: Any, **more: Any) -> Save | None:
+        done = save(step, *words, **more)
+        if done is not None:
+            tell.add("staged", step, rank)
+        return done
+
+    def note_saved(step: int, path: str) -> None:
+        saved(step, path)
+        tell.add("saved", step, rank)
+
+    checkpointer._save, run.checkpoint_saved = save_and_note, note_saved  # type: ignore[method-assign, assignment]
+    for step, _ in run.steps(itertools.count(), start=checkpointer.step):
+        model.train_step()
+        checkpointer.after(step)
 
 
 def _train_on(checkpointer: Checkpointer, model: Counting, tell: Notes, rank: int) -> None:
@@ -338,4 +370,5 @@ def newest(root: str | os.PathLike[str]) -> catalog.Checkpoint | None:
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], Path(sys.argv[2]))
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    train(sys.argv[1], Path(sys.argv[2]), rank, ranks, "", *sys.argv[3:])

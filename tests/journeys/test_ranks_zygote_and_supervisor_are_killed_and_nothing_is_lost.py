@@ -6,24 +6,13 @@ nanosecond is accounted for, and each recovery is split into its parts.
 
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from supervising import TRAINER, descendants, report, start, trained, wait_for
+from supervising import TRAINER, descendants, report, start, trained, wait_for, zygotes
 
 WORDS = ["--nproc-per-node", "2", "--job", "battered", str(TRAINER)]
 SETTINGS = {"STEPS": "90", "STEP_S": "0.05", "FAULTS": "2:0@40=raise"}
-
-
-def first_zygote_of(supervisor: int) -> int:
-    born = {}
-    for pid, command in descendants(supervisor).items():
-        with suppress(OSError):  # it has ended meanwhile
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if "as_zygote" in command and int(fields[1]) == supervisor:
-                born[pid] = int(fields[19])
-    return min(born, key=born.__getitem__)  # all others were forked from it
 
 
 def reached(home: Path, attempt: int, steps: int) -> bool:
@@ -37,7 +26,7 @@ def test_ranks_zygote_and_supervisor_are_killed_and_nothing_is_lost(home: Path) 
         os.kill(int((home / "pid-1").read_text()), signal.SIGKILL)
         wait_for(lambda: reached(home, 1, 4), process)
 
-        first = first_zygote_of(process.pid)
+        [first] = zygotes(process.pid)
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{first}").exists(), process)  # it is taken when another is to be started
         os.kill(int((home / "pid-0").read_text()), signal.SIGKILL)

@@ -86,6 +86,17 @@ def wait_for(what: Callable[[], Any], process: "subprocess.Popen[str] | None" = 
     raise AssertionError("it never happened")
 
 
+def zygotes(supervisor: int) -> list[int]:
+    """The process that a supervisor's workers are forked from, if it has one now."""
+    born = {}
+    for pid, command in descendants(supervisor).items():
+        with suppress(OSError):  # it has ended meanwhile
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if "as_zygote" in command and int(fields[1]) == supervisor:
+                born[pid] = int(fields[19])
+    return sorted(born, key=born.__getitem__)[:1]  # all others were forked from it
+
+
 def descendants(pid: int) -> dict[int, str]:
     """The living processes below one, with their command lines."""
     parents: dict[int, list[int]] = {}

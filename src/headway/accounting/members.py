@@ -96,7 +96,7 @@ def gather_members(
 ) -> tuple[list[Member], list[Member]]:
     """The processes whose time is the job's, and its launchers."""
     offsets = _boot_offsets(timelines.values())
-    watched = {gone.name: gone for timeline in timelines.values() for gone in timeline.others_gone}
+    watched = _ends_of_others(timelines)
     by_role: dict[str, list[Member]] = {}
     for name, timeline in timelines.items():
         process = timeline.process
@@ -114,6 +114,19 @@ def gather_members(
         last = max(launchers, key=lambda launcher: (launcher.begin_ns, launcher.name))
         return [replace(last, process=replace(last.process, rank=0, world_size=1))], launchers
     return [], []
+
+
+def _ends_of_others(timelines: dict[str, Timeline]) -> dict[str, ProcessGone]:
+    """How processes ended, as others saw it. A supervisor knows best whether a rank did its work. Against a witness the
+    rank's own word counts: some launchers kill their ranks when these are done."""
+    found = {}
+    for timeline in timelines.values():
+        is_witness = timeline.process is not None and timeline.process.role == "launcher"
+        for gone in timeline.others_gone:
+            theirs = timelines.get(gone.name)
+            if not is_witness or theirs is None or theirs.ended is None:
+                found[gone.name] = gone
+    return found
 
 
 def _boot_offsets(timelines: Iterable[Timeline]) -> dict[str, int]:
