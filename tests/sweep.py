@@ -58,8 +58,8 @@ SWEEPS = {
         tests="tests/checkpoint/test_kills.py -k whoever",
         counted="kills",
         full=1000,
-        what="SIGKILLs of ranks, supervisors, zygotes, keepers and uploaders of jobs (`headway run` and torchrun, DDP and "
-        "FSDP2, all memory modes) whose saves are mostly in memory: nothing is lost, torn, foreign or out of order",
+        what="SIGKILLs of ranks, supervisors, zygotes, keepers and uploaders of jobs (`headway run` and torchrun, DDP "
+        "and FSDP2, all memory modes) whose saves are mostly in memory: nothing is lost, torn, foreign or out of order",
     ),
     "power": Sweep(
         tests="tests/checkpoint/test_power_loss.py",
