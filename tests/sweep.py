@@ -73,6 +73,12 @@ SWEEPS = {
         full=100,
         what="crashes of ranks under `headway run`: one restart cures each",
     ),
+    "healthy": Sweep(
+        tests="tests/launch/test_healthy.py",
+        counted="job_minutes",
+        full=600,
+        what="minutes of jobs that behave oddly and are healthy, ten kinds, under `headway run`: none is killed",
+    ),
     "publisher": Sweep(
         tests="tests/publish/test_versions.py tests/publish/test_publisher.py -k killed_at",
         counted="kills",
