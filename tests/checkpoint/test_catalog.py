@@ -300,6 +300,22 @@ def test_a_list_made_while_others_prune_holds_no_lie(storage: Storage) -> None:
     assert states(storage) == {29: "committed"}
 
 
+def test_a_list_is_made_again_if_all_it_named_were_replaced_meanwhile(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(storage, 100, 1)
+    look = catalog._look
+
+    def replaced(*words: Any) -> Any:
+        monkeypatch.undo()
+        save(storage, 200, 2)
+        storage.remove_folder("step-00000100", METADATA)
+        return look(*words)
+
+    monkeypatch.setattr(catalog, "_look", replaced)
+    assert states(storage) == {200: "committed"}
+
+
 def test_a_list_made_while_others_save_holds_no_lie(storage: Storage) -> None:
     save(storage, 100, 0)
     saving = threading.Thread(target=lambda: [save(storage, 100, generation) for generation in range(1, 40)])

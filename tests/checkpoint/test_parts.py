@@ -1,5 +1,6 @@
 """Whatever a part's state holds comes back as it was, or is refused by name before anything is saved."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,32 @@ def test_words_of_headways_own_are_a_users_as_well(root: Path, home: Path, word:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("history", [3, 9])
+def test_an_optimizer_with_a_history_goes_on_where_it_was(root: Path, home: Path, history: int) -> None:
+    def trained(steps: range, history: int, restores: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, data = nn.Linear(4, 1), torch.randn(16, 4)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=history)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(data) - data.sin().sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            return loss
+
+        with headway.Checkpointer(root, model=model, optimizer=optimizer, interval=None) as ckpt:
+            assert (ckpt.restore() is not None) == restores
+            losses = [float(optimizer.step(closure)) for _ in steps]
+            ckpt.save(steps.stop, wait=True)
+        return losses
+
+    trained(range(5), 3, restores=False)
+    later = trained(range(5, 8), history, restores=True)
+    shutil.rmtree(root)
+    if history == 3:
+        assert trained(range(8), 3, restores=False)[5:] == later
+
+
 def test_what_torch_cannot_read_back_is_refused_by_name_at_the_first_save(root: Path, home: Path) -> None:
     part = Part({"a": [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]})
     checkpointer = headway.Checkpointer(root, model=nn.Linear(2, 2), interval=None, part=part)

@@ -428,7 +428,7 @@ def test_a_line_that_goes_dead_in_an_upload_ends_it(
     with pytest.raises(TimeoutError, match="no answer within") as caught:
         storage.upload("step-1/shard", chunks(data), len(data))
     assert caught.value.errno == errno.ETIMEDOUT
-    assert storage.names() == []
+    assert open_storage(s3_root).names() == []
     assert unfinished_uploads() == 0
 
 

@@ -303,7 +303,8 @@ def train(
         fully_shard(inner)
     interval = {"": None, "streaming": "1s"}.get(memory, "auto")
     how: dict[str, Any] = {"interval": interval} | ({"memory": memory} if memory else {})
-    checkpointer = Checkpointer(root, model=model, keep=3, **how)
+    keep = 8 if memory else 3  # to load a large one takes a while, in which it must not be pruned
+    checkpointer = Checkpointer(root, model=model, keep=keep, **how)
     began = {name: _local(weight).clone() for name, weight in inner.state_dict().items()}
     restored = checkpointer.restore()
     for name, weight in inner.state_dict().items():

@@ -60,11 +60,18 @@ class Checkpoint:
 
 def checkpoints(storage: Storage) -> list[Checkpoint]:
     """All of a root, the oldest first. Reads commit markers and manifests, and no shard."""
-    pins = storage.names(PINS)
-    names = [name for name in storage.names() if not name.startswith(".") and name != LATEST]
-    with ThreadPoolExecutor(_AT_ONCE, "headway-catalog") as threads:
-        found = threads.map(lambda name: _look(storage, name, _is_pinned(name, pins)), names)
-        return sorted(filter(None, found), key=lambda each: (each.tag, each.step or 0, each.name))
+    while True:
+        names, pins = _folders(storage), storage.names(PINS)
+        with ThreadPoolExecutor(_AT_ONCE, "headway-catalog") as threads:
+            looked = threads.map(lambda name, pins=pins: _look(storage, name, _is_pinned(name, pins)), names)
+            found = sorted(filter(None, looked), key=lambda each: (each.tag, each.step or 0, each.name))
+        # A job that saves often may have replaced all that were listed before they were looked into.
+        if any(each.state == "committed" for each in found) or names == _folders(storage):
+            return found
+
+
+def _folders(storage: Storage) -> list[str]:
+    return [name for name in storage.names() if not name.startswith(".") and name != LATEST]
 
 
 def newest(storage: Storage) -> Checkpoint | None:

@@ -60,14 +60,19 @@ class TrainingState:
         state: dict[str, Any] = {}
         if self.model is not None:
             state["model"] = self._model_state()
-        if self.optimizers:
+        parts = self._with_optimizer(_has_nested_state(self.optimizers))
+        if self.optimizers and "optimizer" not in parts:
             state["optimizer"] = self._optimizer_state()
             self._check_names(state)
         state |= {name: each.state_dict() for name, each in self._as_they_say.items()}
-        for name, part in self.parts.items():
+        for name, part in parts.items():
             rest, tensors = _divided(part.state_dict())
             state |= {name: tensors, f"{_REST}.{name}": (rest,)} if tensors else {name: (rest,)}
         return state
+
+    def _with_optimizer(self, is_whole: bool) -> dict[str, Any]:
+        """The parts, and the optimizers among them if they are saved as a whole."""
+        return self.parts | ({"optimizer": _Whole(self.optimizers)} if is_whole else {})
 
     def _known_names(self) -> dict[int, str] | None:
         if self.model is None:
@@ -128,7 +133,8 @@ class TrainingState:
         state: dict[str, Any] = {}
         if self.model is not None:
             state["model"] = self._model_state()
-        if self.optimizers:
+        parts = self._with_optimizer(f"{_REST}.optimizer" in metadata.state_dict_metadata)
+        if self.optimizers and "optimizer" not in parts:
             new = self._new_optimizer_state(metadata)
             state["optimizer"] = new or self._optimizer_state()
             if not new and not names_fit:
@@ -140,7 +146,7 @@ class TrainingState:
                     f"the optimizer has no state of {', '.join(absent[:3])} yet that could be loaded: call its "
                     f"init_state() before restore()."
                 )
-        for name, part in self.parts.items():
+        for name, part in parts.items():
             state[name] = ()
             if f"{_REST}.{name}" in metadata.state_dict_metadata:
                 saved, start = metadata.state_dict_metadata, len(name) + 1
@@ -174,11 +180,12 @@ class TrainingState:
             live = self._model_state()
             if not all(_is_same(value, live.get(name)) for name, value in state["model"].items()):
                 set_model_state_dict(self.model, dict(state["model"]))
-        if self.optimizers:
+        parts = self._with_optimizer(f"{_REST}.optimizer" in state)
+        if self.optimizers and "optimizer" not in parts:
             self._apply_optimizer(state["optimizer"])
         for name, each in self._as_they_say.items():
             each.load_state_dict(state[name])
-        for name, part in self.parts.items():
+        for name, part in parts.items():
             tensors = state[name] if f"{_REST}.{name}" in state else {}
             part.load_state_dict(_joined(state[f"{_REST}.{name}"][0] if tensors else state[name][0], tensors))
 
@@ -212,6 +219,33 @@ class TrainingState:
     def _names_in(self, optimizer: Optimizer) -> list[str]:
         assert self._names is not None
         return [self._names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _Whole:
+    """Optimizers whose state does not divide into one value per parameter and name, such as LBFGS with its history.
+    They are saved by their own `state_dict`, which is the same on all ranks unless parameters are sharded."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        for optimizer in self._optimizers:
+            if any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+                raise InputError(
+                    f"{type(optimizer).__name__} cannot be saved with sharded parameters: it keeps lists in its state, "
+                    f"which nothing divides among ranks. Use an optimizer with one state per parameter."
+                )
+        return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self._optimizers)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.load_state_dict(state[str(number)])
+
+
+def _has_nested_state(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether an optimizer keeps lists or dicts for a parameter; for its first one, if for any."""
+    firsts: list[dict[str, Any]] = [next(iter(each.state.values()), {}) for each in optimizers]
+    return any(isinstance(value, list | tuple | dict) for state in firsts for value in state.values())
 
 
 def _names_itself(model: nn.Module) -> bool:
