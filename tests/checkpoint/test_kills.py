@@ -290,6 +290,7 @@ JOBS = list(
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 def test_whoever_is_killed_in_a_job_nothing_is_lost_torn_or_out_of_order(
     root: Path, home: Path, record_property: Record
 ) -> None:

@@ -24,6 +24,7 @@ PROGRAM = Path(__file__).parent / "healthy.py"
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 def test_odd_but_healthy_jobs_are_never_killed(home: Path, record_property: Callable[[str, object], None]) -> None:
     scale = 1 if "SEED" in os.environ else SHORT
     impatient = home / "impatient.py"
