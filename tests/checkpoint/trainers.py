@@ -76,6 +76,15 @@ def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bo
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def folder_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def has(folder: Path, step: int, **size: int) -> bool:
+    """Whether plain torch reads the values of a step there."""
+    return is_equal(loaded(folder, **size), state_at(step, **size))
+
+
 # --- trainers --------------------------------------------------------------------------------------------------------
 
 
