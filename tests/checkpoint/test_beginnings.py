@@ -1,4 +1,4 @@
-"""A run begins where memory is newer than storage, where another run is still ending, or where something is in the way."""
+"""A run begins where memory is newer than storage, another run is still ending, or something is in the way."""
 
 import shutil
 import subprocess

@@ -1,7 +1,7 @@
-"""When to save: at every so manieth step, after a time, or when it pays. All ranks come to the same answer.
+"""When to save: at every Nth step, after a time, or when it pays. All ranks come to the same answer.
 
-A decision that depends on a clock is the first rank's. To hear it, the ranks have to meet, which takes a small
-collective: they do so a few times between two saves, at steps that they have agreed on before.
+The first rank makes decisions that depend on a clock. To learn them, the ranks meet in a small collective a few times
+between two saves, at steps that they have agreed on before.
 """
 
 import math
