@@ -28,8 +28,8 @@ time.sleep(600)
 '''
 
 def test_sleeps(tmp_path):
-    subprocess.run([sys.executable, "-c", f"HERE = {str(HERE)!r}\\n" + DAEMON], check=True)
     try:
+        subprocess.run([sys.executable, "-c", f"HERE = {str(HERE)!r}\\n" + DAEMON], check=True)
         if os.environ["SLEEPS"]:
             time.sleep(600)
     finally:

@@ -296,9 +296,9 @@ def test_whoever_is_killed_in_a_job_nothing_is_lost_torn_or_out_of_order(
 ) -> None:
     launcher, kind, memory = JOBS[SEED % len(JOBS)]
     job = Job(root, home, random.Random(f"job {SEED}"), launcher, kind, memory)
-    kills = {"trainer": 3, "keeper": 2, "uploader": 2, "supervisor": 1, "zygote": 1 if launcher == "headway" else 0}
+    kills = {"trainer": 2, "keeper": 1, "uploader": 1, "supervisor": 1, "zygote": 1 if launcher == "headway" else 0}
     if "SEED" in os.environ:
-        kills = {victim: 4 * count for victim, count in kills.items()}
+        kills = {victim: 6 * count for victim, count in kills.items()}
     try:
         strike_at_random(job, kills)
     finally:
