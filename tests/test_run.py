@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 import warm
+from headway import run as run_module
 from headway.cli.source import open_job
+from headway.events.clock import Clock
+from headway.events.process import describe
 from headway.observe.summary import summary
 
 LOOP = """
@@ -124,6 +127,13 @@ run.finish()
     report = told()
     assert report["steps"]["new"] == 16
     assert report["failures"] == []
+
+
+def test_a_process_that_is_dated_back_keeps_its_clocks_together(home: Path) -> None:
+    process = describe({}, "j", Clock())
+    seen = run_module._seen_from_outside(process, {}, process.t_ns - 1000)
+    assert seen.t_ns == process.t_ns - 1000
+    assert seen.wall_ns == process.wall_ns - 1000
 
 
 def test_disabled_nothing_is_written(home: Path) -> None:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from running import HEADWAY, PATIENCE_S, SITE, TELLS_EXIT_CODES, begin, end_of, 
 from headway.cli.exec import name_of, python_path, script_of
 from headway.events.clock import start_ticks
 from headway.events.job import JobReader
-from headway.events.journal import is_being_written
+from headway.events.journal import Follower, is_being_written
+from headway.events.process import process_name
 from headway.events.vocabulary import Process, ProcessGone
-from headway.paths import JobPaths
+from headway.paths import JobPaths, folder_name
 
 ANSWERS_SIGNALS = """
 import os, signal
@@ -154,6 +157,43 @@ def test_ctrl_c_reaches_the_command_and_not_the_witness(home: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 9
     os.close(terminal.fd)
     assert end_of(home).exit_code in ((9,) if TELLS_EXIT_CODES else (9, None))
+
+
+def test_the_end_of_each_measured_process_is_seen(home: Path) -> None:
+    job = begin("cat")
+    wait_for(lambda: list(home.rglob("launcher-*.hwj")))
+    [path] = home.rglob("launcher-*.hwj")
+    command = Follower(path).poll().records[0]
+    assert isinstance(command, Process)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        name = folder_name(process_name(replace(command, pid=other.pid)))
+        path.with_name(f"{name}.hwj").touch()  # as a measured process does when it begins
+        witness = next(pid for pid in Path("/proc").glob("[0-9]*") if writes(pid, path))
+        wait_for(lambda: pidfds(witness) == 2)
+        other.kill()
+        wait_for(lambda: pidfds(witness) == 1)
+    job.communicate()
+    ((_, (gone, last)),) = witnessed(home)
+    assert isinstance(gone, ProcessGone)
+    assert (gone.name, gone.exit_code) == (name, -signal.SIGKILL)
+    assert isinstance(last, ProcessGone)
+    assert last.name == ""
+
+
+def writes(process: Path, file: Path) -> bool:
+    return str(file) in opened_by(process)
+
+
+def pidfds(process: Path) -> int:
+    return sum("pidfd" in name for name in opened_by(process))
+
+
+def opened_by(process: Path) -> list[str]:
+    found = []
+    with suppress(OSError):  # it has ended, or has closed one meanwhile
+        for fd in (process / "fd").iterdir():
+            found.append(os.readlink(fd))
+    return found
 
 
 def test_a_shell_can_stop_and_continue_it(home: Path) -> None:

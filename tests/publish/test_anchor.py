@@ -170,6 +170,18 @@ def test_a_path_means_a_checkpoint_or_the_newest_in_it(storage: Storage, tmp_pat
         checkpoint_at("memory://nothing")
 
 
+def test_git_is_asked_in_a_session_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the trainer's terminal does not reach it."""
+    git = tmp_path / "git"
+    git.write_text(f"#!/bin/sh\ncut -d' ' -f6 /proc/$$/stat >> {tmp_path}/sessions\n")
+    git.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert Code(tmp_path).told() == {}
+    sessions = (tmp_path / "sessions").read_text().split()
+    assert len(sessions) == 2
+    assert str(os.getsid(0)) not in sessions
+
+
 def test_the_commit_is_known_and_whether_something_was_changed_since(tmp_path: Path) -> None:
     def git(*words: str) -> str:
         names = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
