@@ -43,7 +43,7 @@ GRACE_S = 1.0
 EXIT_S = 120.0
 """What a program that ended well gets to take down its interpreter."""
 
-SETTLE_S, GLANCE_S = 1.0, 0.03
+SETTLE_S, GLANCE_S = 1.0, 0.01
 """How long to look for the root of a failure while only its effects on other ranks are known; and while no rank here is
 ending, either: one that raised has said so before the others could notice."""
 
