@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,7 @@ PART = ".part-"
 """In the name of a file that is still being written; such a name begins with a dot."""
 
 _BLOCK = 4096
+_YOUNG_S = 60.0
 _DIRTY_BYTES = 64 << 20
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _SLOWEST_BYTES_PER_S = 1 << 20
@@ -102,7 +104,8 @@ class Storage(ABC):
         """Deletes a folder, and one file of it first: so that what a crash leaves behind never loads."""
 
     def remove_if_empty(self, folder: str) -> bool:
-        """Deletes a folder that nothing is in. Whether there was one: object stores have none."""
+        """Deletes a folder that has been empty for a minute: in a younger one somebody may be at work. Returns whether
+        it did; object stores have no empty folders."""
         return False
 
     def chunks(self, name: str, progress: Progress | None = None) -> Iterator[memoryview]:
@@ -194,11 +197,13 @@ class LocalFolder(Storage):
             shutil.rmtree(path, onerror=_unless_gone)
 
     def remove_if_empty(self, folder: str) -> bool:
+        path = self._path(folder)
         try:
-            self._path(folder).rmdir()
-        except OSError:
+            if is_old := time.time() - path.stat().st_mtime > _YOUNG_S:
+                path.rmdir()
+        except OSError:  # it is not empty, or somebody else has deleted it
             return False
-        return True
+        return is_old
 
     def _path(self, name: str) -> Path:
         if name.startswith("/") or ".." in name.split("/"):

@@ -213,10 +213,13 @@ def test_dead_saves_go_and_those_that_may_live_stay(anywhere: Storage) -> None:
 
 def test_an_empty_folder_goes_and_one_with_a_strangers_file_stays(storage: Storage, tmp_path: Path) -> None:
     save(storage, 200, 2)
-    (tmp_path / "root" / "step-00000100").mkdir()
-    (tmp_path / "root" / "step-00000150").mkdir()
+    for step in (100, 150):
+        (tmp_path / "root" / step_folder(step)).mkdir()
     (tmp_path / "root" / "step-00000150" / "notes.txt").touch()
     assert [each.step for each in catalog.prune(storage, LAST, dry_run=True)] == [100]
+    assert catalog.prune(storage, LAST) == [], "somebody may be about to write there"
+    for step in (100, 150):
+        os.utime(tmp_path / "root" / step_folder(step), (0, 0))
     assert [each.step for each in catalog.prune(storage, LAST)] == [100]
     assert states(storage) == {150: "partial", 200: "committed"}
 

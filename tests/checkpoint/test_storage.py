@@ -1,6 +1,7 @@
 """A file is there whole, or not at all: on disks, in an object store, whatever breaks."""
 
 import errno
+import os
 import resource
 import signal
 import subprocess
@@ -256,6 +257,7 @@ def test_a_folder_that_is_pruned_before_its_first_file_is_made_again(
     def make_and_lose(self: LocalFolder, folder: Path) -> None:
         make(self, folder)
         monkeypatch.undo()
+        os.utime(folder, (0, 0))
         assert storage.remove_if_empty("step-1")
 
     monkeypatch.setattr(LocalFolder, "_make", make_and_lose)
