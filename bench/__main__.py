@@ -21,6 +21,7 @@ from bench import (
     span,
     startup,
     steps,
+    truth,
     waste,
 )
 from bench.measure import Row, machine
@@ -29,6 +30,7 @@ TOPICS: dict[str, ModuleType] = {
     "span": span, "steps": steps, "report": report, "scale": scale, "size": size, "import": imports,
     "instrument": instrument,
     "programs": programs,
+    "truth": truth,
     "recover": recover,
     "interval": interval,
     "checkpoint": checkpoint,
@@ -41,11 +43,14 @@ TOPICS: dict[str, ModuleType] = {
 
 
 def main() -> None:
-    """`python -m bench [name …] [--quick]`"""
+    """`python -m bench [name …] [--quick]`, or `python -m bench truth [case …]`"""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("name", nargs="*", help=f"any of {', '.join(TOPICS)}; all by default")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller jobs: to see that it runs")
     asked = parser.parse_args()
+    cases: list[str] = []
+    if asked.name[:1] == ["truth"]:
+        asked.name, cases = asked.name[:1], asked.name[1:]
     unknown = set(asked.name) - set(TOPICS)
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}: there are {', '.join(TOPICS)}")
@@ -53,7 +58,7 @@ def main() -> None:
     rows: list[Row] = []
     for name in asked.name or TOPICS:
         print(f"{name} …", flush=True)
-        found = TOPICS[name].run(asked.quick)
+        found = truth.run(asked.quick, cases) if name == "truth" else TOPICS[name].run(asked.quick)
         rows += found
         told["rows"] += [{"topic": name} | row.as_json() for row in found]
         out = Path("out", "bench.json")

@@ -1,7 +1,9 @@
 """What it costs to be measured without a change: a step, the start of an interpreter, the import of torch, a compile.
 
-With and without take turns. For the step both are in one process: the hooks are taken out and put back, around a loop
-that fetches from a real DataLoader and steps a real optimizer, and does nothing else.
+With and without take turns. The step is measured twice. First alone: the hooks are taken out and put back in one
+process, around a loop that fetches from a real DataLoader and steps a real optimizer, and does nothing else. Then as
+users feel it: two whole programs, with and without, whose steps do real work in between, so that the code of the hooks
+has left the caches.
 """
 
 import json
@@ -32,7 +34,9 @@ class Nothing(torch.optim.Optimizer):
     def step(self):
         pass
 
-nothing = Nothing([torch.zeros(1, requires_grad=True)], {{}})
+weight = torch.zeros(1, requires_grad=True)
+weight.grad = torch.zeros(1)  # else its steps would change nothing, and not count
+nothing = Nothing([weight], {{}})
 loader = DataLoader(range({STEPS}), batch_size=None)
 
 def loop():
@@ -53,6 +57,29 @@ def with_hooks(wanted):
     return cpu_us(loop, {STEPS})
 
 print(json.dumps(take_turns(int(sys.argv[1]), on=lambda: with_hooks(True), off=lambda: with_hooks(False))))
+"""
+
+TRAINING = """
+import json, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+steps = int(sys.argv[1])
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+def train(steps):
+    loader = DataLoader(TensorDataset(torch.randn(16 * steps, 16), torch.randn(16 * steps, 1)), batch_size=16)
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+train(500)
+began = time.process_time()
+train(steps)
+print(json.dumps(1e6 * (time.process_time() - began) / steps))
 """
 
 COMPILE = """
@@ -86,6 +113,15 @@ def run(quick: bool) -> list[Row]:
         loop = _python(folder, LOOP, "5" if quick else "25")
         step = [on - off for on, off in zip(loop["on"], loop["off"], strict=True)]
         rows = [Row("step of an unmodified loop", "µs", step, at_most=5.0, note=_share(loop["off"]))]
+        steps = "3000" if quick else "30000"
+        whole = take_turns(
+            3 if quick else 7,
+            off=lambda: _python(folder, TRAINING, steps, on=False),
+            on=lambda: _python(folder, TRAINING, steps),
+        )
+        added = [on - off for on, off in zip(whole["on"], whole["off"], strict=True)]
+        note = f"a step takes {min(whole['off']):.0f} µs without"
+        rows.append(Row("… of a whole program: DataLoader, SGD, a small model", "µs", added, at_most=5.0, note=note))
         rounds = 5 if quick else 15
         for code, name, bar in (
             ("pass", "start of an interpreter", 30.0),
@@ -115,9 +151,9 @@ def _environ(folder: str, on: bool) -> dict[str, str]:
     return environ | {"PYTHONPATH": os.pathsep.join([*([str(SITE)] if on else []), str(Path.cwd())])}
 
 
-def _python(folder: str, code: str, *words: str) -> Any:
+def _python(folder: str, code: str, *words: str, on: bool = True) -> Any:
     command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=_environ(folder, True), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=_environ(folder, on), check=False)
     if done.returncode:
         raise RuntimeError(f"the benchmark's own program failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
