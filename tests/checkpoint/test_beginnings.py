@@ -1,6 +1,5 @@
 """A run begins where memory is newer than storage, another run is still ending, or something is in the way."""
 
-import shutil
 import subprocess
 import time
 import warnings
@@ -19,6 +18,7 @@ from headway.checkpoint import Checkpointer
 from headway.checkpoint.guard import Guard
 from headway.checkpoint.lease import Owner, Taken, refresh
 from headway.checkpoint.link import Link
+from headway.checkpoint.newest import Rank, look
 from headway.errors import PlatformError
 from headway.storage import Storage, open_storage
 
@@ -53,6 +53,11 @@ def hold_step_3(trainer: Obedient | Orders) -> None:
     trainer.hold(3)
 
 
+def delete(folder: Path) -> None:
+    """Delete a checkpoint as a user does, while the uploader may still remove its own files from it."""
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
 def test_what_only_memory_has_is_restored_and_how_to_refuse_it_is_said(root: Path, home: Path) -> None:
     in_memory_alone(root, home)
     with Obedient(root, home) as trainer:
@@ -63,7 +68,10 @@ def test_what_only_memory_has_is_restored_and_how_to_refuse_it_is_said(root: Pat
 
 def test_what_was_deleted_does_not_come_back_from_memory_nor_does_what_came_after_it(root: Path, home: Path) -> None:
     in_memory_alone(root, home)
-    shutil.rmtree(folder_of(root, 2))
+    delete(folder_of(root, 2))
+    ahead = look(open_storage(root), Rank(number=0, ranks=1, on_node=1))
+    assert ahead is not None
+    assert ahead.folder == "step-00000001", "what was deleted is read ahead"
     with Obedient(root, home) as trainer:
         assert trainer.restore() == (1, "disk")
         said = (home / "said").read_text()
@@ -76,14 +84,32 @@ def test_what_was_deleted_does_not_come_back_from_memory_nor_does_what_came_afte
 
 
 @pytest.fixture
-def abandoned(root: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A root whose trainer left step 3 in memory, which is held for a second."""
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keepers hold memory for a second only."""
     code = "import headway.checkpoint.keeper as keeper; keeper.LINGER_S = 1; keeper.main()"
     monkeypatch.setattr("headway.checkpoint.link._KEEPER", code)
+
+
+@pytest.fixture
+def abandoned(root: Path, home: Path, impatient: None) -> Path:
+    """A root whose trainer left step 3 in memory, which is held for a second."""
     trainer = Orders(str(root), {})
     hold_step_3(trainer)
     trainer.checkpointer.__exit__(RuntimeError)
     return root
+
+
+def test_a_keeper_that_follows_a_killed_one_stores_what_only_memory_has(
+    root: Path, home: Path, impatient: None
+) -> None:
+    trainer = Orders(str(root), {})
+    hold_step_3(trainer)
+    end_keepers(root)
+    keeper(root)
+    trainer.checkpointer._writer.arenas()  # the new keeper has answered, so it has heard of step 3
+    trainer.checkpointer.__exit__(RuntimeError)
+    wait_for(lambda: not keepers(root))
+    assert has(folder_of(root, 3), 3)
 
 
 def test_what_only_memory_has_is_stored_before_the_memory_goes(abandoned: Path) -> None:
@@ -92,7 +118,7 @@ def test_what_only_memory_has_is_stored_before_the_memory_goes(abandoned: Path) 
 
 
 def test_what_only_memory_has_is_not_stored_if_what_came_before_it_was_deleted(abandoned: Path) -> None:
-    shutil.rmtree(folder_of(abandoned, 2))
+    delete(folder_of(abandoned, 2))
     wait_for(lambda: not keepers(abandoned))
     assert not (folder_of(abandoned, 3) / ".metadata").exists()
     assert not folder_of(abandoned, 2).exists()
@@ -104,6 +130,26 @@ def test_what_only_memory_has_is_stored_before_a_supervisor_ends(
     monkeypatch.setenv("HEADWAY_BOARD", str(home / "board"))
     with Guard(str(home), lambda text: None):
         in_memory_alone(root, home)
+    assert has(folder_of(root, 3), 3)
+
+
+def test_what_only_memory_has_is_stored_when_a_program_ends_without_close(root: Path, home: Path) -> None:
+    trainer = Orders(str(root), {})
+    hold_step_3(trainer)
+    trainer.checkpointer._leave()
+    assert has(folder_of(root, 3), 3)
+
+
+def test_what_was_restored_from_memory_is_stored_even_if_nothing_is_trained_after_it(
+    root: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_memory_alone(root, home)
+    monkeypatch.setenv("HEADWAY_JOB", "j")
+    checkpointer = Checkpointer(root, model=trainers.Counting(), interval="1h")
+    restored = checkpointer.restore()
+    assert restored is not None
+    assert (restored.step, restored.tier) == (3, "memory")
+    checkpointer.close()
     assert has(folder_of(root, 3), 3)
 
 

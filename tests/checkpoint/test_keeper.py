@@ -133,6 +133,14 @@ def test_keepers_of_two_roots_know_nothing_of_each_other(trainer: Callable[..., 
     other.link.close()
 
 
+def test_stores_behind_two_endpoints_have_their_own_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = []
+    for endpoint in ("http://one:9000", "http://two:9000"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        places += [wire.place("s3://bucket/job"), wire.place("s3://bucket/job")]
+    assert places[0] == places[1] != places[2] == places[3]
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
 def test_another_user_is_sent_away(trainer: Callable[..., Trainer], root: Path) -> None:
     trainer()

@@ -316,8 +316,7 @@ class Checkpointer:
         self._history.restored(restored.tier if restored else None)
         self._schedule.failures(**self._history.failures())
         if restored is not None:
-            self.step = self._saved_step = restored.step
-            self._saved_tag = restored.tag
+            self.step = restored.step
             self._run.checkpoint_restored(restored.step, f"{self._writer.storage.url}/{restored.folder}")
             self._run.mark(Told.CHECKPOINT_RESTORED, **asdict(restored))
         return restored
@@ -452,6 +451,8 @@ class Checkpointer:
         reached = max((arena.reached for arena in arenas), default=-1)
         lost = max(0, reached + 1 - candidate.step) if reached >= 0 else None
         self._writer.begin_from(candidate.tag)
+        if candidate.stored:  # else `close` has to save it, even if nothing is trained any more
+            self._saved_step, self._saved_tag = candidate.step, candidate.tag
         return Restored(
             step=candidate.step, tier=tier, bytes=sum(source.used.values()), seconds=seconds, tag=candidate.tag,
             folder=candidate.folder, steps_lost=lost, ahead_bytes=source.ahead_bytes,

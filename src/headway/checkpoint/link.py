@@ -190,9 +190,15 @@ class Link:
             self._give_up(self._over)
 
     def held(self, task: dict[str, Any]) -> None:
-        """Tells of a save that memory alone has: it is uploaded if the memory has to go."""
+        """Tell the keeper of a save that memory alone has: it is uploaded if the memory has to go."""
         self._held = task
         self._send({"do": "held", "task": task})
+
+    def save_held(self) -> None:
+        """Upload the save that memory alone has, if there is one: the memory is about to go."""
+        with self._changed:
+            if self._held is not None:
+                self.save(self._held)
 
     def take_over(self, tag: str) -> None:
         """A save that `arenas` told of, whose trainer has died, is now this one's: should the keeper die, the next one

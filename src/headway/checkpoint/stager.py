@@ -582,12 +582,13 @@ class Stager:
         return self.link.wait(timeout_s=timeout_s)
 
     def close(self, for_good: bool = True) -> None:
-        """Waits for the uploads, and gives the memory back; if not for good, leaves both to the keeper, for whoever
-        comes next."""
+        """Upload what memory alone has, wait for all uploads, and free the memory. If not for good, leave all of it to
+        the keeper, for the next trainer."""
         if self._closed:
             return
         self._closed = True
         if for_good:
+            self.link.save_held()
             self.wait(DEADLINE_S)
             if self.ranks.is_first:
                 with suppress(OSError):  # the others see that this process is gone, or wait a little
