@@ -116,6 +116,33 @@ def test_a_hang_is_noticed_explained_and_ended(home: Path) -> None:
     assert found["ledger"]["recover.detection"] > 4
 
 
+LEAVES_EARLY = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, pair = dist.get_rank(), dist.new_group([1, 2])
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], 0.1)
+for step in range(10 if rank == 0 else 20):
+    if (rank, step, os.environ["HEADWAY_ATTEMPT"]) == (2, 10, "0"):
+        time.sleep(1000)
+    weight.grad = torch.ones(4)
+    if rank:
+        dist.all_reduce(weight.grad, group=pair)
+    optimizer.step()
+"""
+
+
+def test_a_rank_that_ended_well_is_not_blamed_for_the_hang_of_another(home: Path) -> None:
+    (home / "train.py").write_text(LEAVES_EARLY)
+    code, _, err = run(["--nproc-per-node", "3", "--job", "j", "--hang-after", "3", "train.py"], home)
+    assert code == 0, err
+    assert "rank 2 is missing from all_reduce" in err
+    assert "rank 0 has left, with exit code 0" in err
+    assert [(failure["rank"], failure["category"]) for failure in report("j")["failures"]] == [
+        (2, "collective_timeout")
+    ]
+
+
 def test_the_weights_are_those_of_an_undisturbed_run(home: Path) -> None:
     states = []
     for name, faults in (("calm", ""), ("stormy", "0:1@5=kill 1:0@8=raise")):

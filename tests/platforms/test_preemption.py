@@ -140,7 +140,7 @@ def test_a_preempted_job_comes_back_and_trains_as_if_undisturbed(
     preempting.wait_for(job, "COMPLETED")
 
     said = preempting.output(job)
-    assert f"headway: Slurm job {job} is in the queue again." in said
+    assert f"headway: Slurm job {job} goes back into the queue." in said
     stops = [line.split() for line in said.splitlines() if line.startswith("stopped")]
     assert sorted(stop[1] for stop in stops) == ["0", "1"]
     assert stops[0][2] == stops[1][2]
@@ -224,7 +224,7 @@ def test_of_two_ranks_that_requeue_the_same_job_one_does(preempting: Slurm, home
     wait_until(lambda: preempting.state(job) == "COMPLETED" and preempting._field(job, "Restarts") != "0")
     said = (home / "out").read_text()
     assert said.count("Requeue(done=True") == 2, said
-    assert f"Slurm job {job}_3 is in the queue again" in said
+    assert f"Slurm job {job}_3 goes back into the queue" in said
     assert preempting._field(job, "Restarts") == "1"
 
 

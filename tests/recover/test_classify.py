@@ -245,6 +245,11 @@ def test_a_verdict_names_rule_line_and_number() -> None:
             "hang",
         ),
         (
+            Evidence(rank=2, exit_code=-9, silent_s=900.0, hang="rank 2 is missing. rank 0 has left."),
+            "collective_timeout",
+            "silent_s",
+        ),
+        (
             Evidence(rank=0, error_file=dumps({"message": {"message": NO_SPACE, "extraInfo": {"py_callstack": ""}}})),
             "disk_full",
             "error_file",

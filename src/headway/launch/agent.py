@@ -491,8 +491,9 @@ class Agent(SimpleElasticAgent):
             return EXIT_STOPPED
         if self._peers.me != 0:  # one node asks for all
             return 0
-        requeue = slurm.requeue(os.environ, reason)
-        self._note(requeue.text)
+        requeue = slurm.requeue(os.environ, reason, say=self._note)
+        if requeue.text:
+            self._note(requeue.text)
         return 0 if requeue.done else EXIT_STOPPED
 
     def _end_by_signal(self, number: int) -> RunResult:

@@ -44,7 +44,7 @@ class Lineage:
 
     def __init__(self) -> None:
         self.saved: dict[str, int] = {}
-        """The step that each checkpoint holds, by path and by file."""
+        """The step that each checkpoint holds, by content, file and path."""
         self.has_steps = False
         """Whether any step was ever seen."""
         self.reached = 0
@@ -87,7 +87,7 @@ class RankWatch:
     @property
     def is_busy(self) -> bool:
         """Whether it is at something that takes its time, or outside its loop."""
-        return bool(self._slow) or self._cell is None or self._cell.since_ns == -1
+        return bool(self._slow) or self._cell is None or self._cell.since_ns < 0
 
     def patience_ns(self) -> int:
         """How long it may go without a step."""
@@ -214,4 +214,4 @@ class Progress:
 
 
 def _keys(record: Saved | Restored) -> list[str]:
-    return [key for key in (record.file, record.path) if key]
+    return [key for key in (record.content, record.file, record.path) if key]

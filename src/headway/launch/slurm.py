@@ -7,7 +7,7 @@ itself. But `scontrol requeue` also brings back a job that a person has cancelle
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from subprocess import CompletedProcess
 from typing import Any
@@ -34,7 +34,7 @@ class Requeue:
     done: bool
     """Whether it comes back, whoever saw to it."""
     text: str
-    """That, in words for its user."""
+    """What to tell the user, if it was not said already."""
 
 
 def is_slurm(environ: Mapping[str, str]) -> bool:
@@ -96,12 +96,15 @@ def restarts(environ: Mapping[str, str]) -> int:
 # --- back into the queue -------------------------------------------------------------------------------------------
 
 
-def requeue(environ: Mapping[str, str], reason: str, handlers: Iterable[Any] = ()) -> Requeue:
-    """Puts the job back into the queue, unless it is there already, was cancelled, or a framework sees to it.
+def requeue(
+    environ: Mapping[str, str], reason: str, handlers: Iterable[Any] = (), *, say: Callable[[str], None] = print
+) -> Requeue:
+    """Put the job back into the queue, unless it is there already, was cancelled, or a framework sees to it.
 
-    To be called once all ranks have saved: Slurm ends the job at once. `reason` is that of the stop, `handlers` are
-    signal handlers besides the ones installed now. Of several calls in one run of the job, one counts: Slurm refuses
-    others until the job runs again, and by then their callers are gone.
+    Call it once all ranks have saved: Slurm ends the job at once. `reason` is that of the stop, `handlers` are signal
+    handlers besides the ones installed now. `say` is told just before Slurm is asked: afterwards it may be too late. Of
+    several calls in one run of the job, one counts: Slurm refuses others until the job runs again, and by then their
+    callers are gone.
     """
     name = job_id(environ)
     if framework := requeuing_framework(handlers):
@@ -126,13 +129,14 @@ def requeue(environ: Mapping[str, str], reason: str, handlers: Iterable[Any] = (
             False, f"Slurm job {name} may not be requeued (Requeue=0): its work is saved, and nobody starts it again. "
             f"Submit it again, next time with --requeue."
         )  # fmt: skip
+    say(f"Slurm job {name} goes back into the queue.")
     return _requeue(name, environ)
 
 
 def _requeue(name: str, environ: Mapping[str, str]) -> Requeue:
     done = _ask(environ, "requeue", name)
     if done is not None and done.returncode == 0:
-        return Requeue(True, f"Slurm job {name} is in the queue again.")
+        return Requeue(True, "")
     said = (done.stderr.strip() if done else "") or "scontrol does not answer"
     if "pending execution" in said:  # somebody was faster
         return Requeue(True, f"Slurm job {name} is in the queue again already.")

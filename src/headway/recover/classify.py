@@ -54,10 +54,13 @@ class Classifier:
         return _verdict(max(found, key=lambda match: match.strength, default=None))  # among equals, the first source
 
     def _said(self, evidence: Evidence, source: str, lines: Iterable[str]) -> Match | None:
-        """Return the match of one source. A process killed by SIGKILL or SIGTERM did not fail on a full disk."""
+        """Return the match of one source. A process killed by SIGKILL or SIGTERM did not fail on a full disk, and a
+        rank that hangs did not lose its peer, whatever the finding says of other ranks."""
         is_stderr = source == "stderr"
         steps = _steps_by_line(evidence) if is_stderr else ()
         match = Log(self._book, states=source == "scheduler", steps=steps).read(lines).strongest(source)
+        if match and source == "hang" and not match.category.name.startswith("collective_"):
+            return None
         was_killed = _signal_of(evidence.exit_code) in (9, 15) and not evidence.exception
         return None if match and is_stderr and was_killed and match.category.name in FINAL else match
 
