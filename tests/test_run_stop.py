@@ -341,7 +341,8 @@ def test_where_torch_hides_its_store_a_rank_stops_at_once_and_says_so(home: Path
         os.kill(pid_of(files[0]), signal.SIGTERM)
         wait_until(lambda: "saved" in files[0].read_text(), process)
         for file in files:
-            os.kill(pid_of(file), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the other rank may have failed in the collective that this one left
+                os.kill(pid_of(file), signal.SIGKILL)
         err = process.communicate(timeout=120)[1]
     assert "this version of torch hides its store" in err
 

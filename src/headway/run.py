@@ -236,7 +236,7 @@ class Run:
         if publish is not None and self.stop is None:
             self._hand_over(publish)
         self.has_finished = True
-        self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), category=self._stopped_by()))
+        self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), category=self._stopped_by(), done=True))
         if code := self._obey():
             raise SystemExit(code)
 
@@ -348,8 +348,9 @@ class Run:
             return 0
         if not slurm.is_slurm(os.environ):
             return EXIT_STOPPED
-        requeue = slurm.requeue(os.environ, stop.reason, listener.former.values())
-        _say(requeue.text)
+        requeue = slurm.requeue(os.environ, stop.reason, listener.former.values(), say=_say)
+        if requeue.text:
+            _say(requeue.text)
         return 0 if requeue.done else EXIT_STOPPED
 
     def becomes(self, role: str, rank: int | None = None, world_size: int | None = None) -> None:
@@ -392,7 +393,8 @@ class Run:
         if error is not None or self.has_finished or self.status is not None or not is_child():
             text = clean_text(f"{type(error).__name__}: {error}") if error is not None else None
             text = text or (f"exit status {self.status}" if self.status and not stopped_by else None)
-            self.recorder.record(ProcessEnd(t_ns=self.recorder.now_ns(), error=text, category=stopped_by))
+            ended_ns, done = self.recorder.now_ns(), self.has_finished
+            self.recorder.record(ProcessEnd(t_ns=ended_ns, error=text, category=stopped_by, done=done))
         # else multiprocessing hides how it ended: only `finish` could have said that it went well
         self.recorder.close(error)
         self._obey()

@@ -328,6 +328,99 @@ def test_what_is_saved_after_a_load_is_not_what_was_loaded(story: Story) -> None
     assert ledger.attempts[0].attempt.stints[0].restored is None
 
 
+def test_a_state_is_known_again_however_it_was_stored(story: Story) -> None:
+    story.rank(start=0).steps(60, each=1.0).saved(60, content="c60", durable=False).steps(40, each=1.0).killed()
+    story.rank(start=110).restored(None, content="c60").steps(90, each=1.0).saved(90).finished()
+    assert counts(story.ledger()) == (150, 40, 0)
+
+
+def test_a_state_tells_better_than_an_optimizer_that_counts_its_own_training_only(story: Story) -> None:
+    first = story.rank(start=0).steps(50, each=1.0).saved(50)  # another model, trained before in the same process
+    first.steps(40, each=1.0).saved(70, content="c70", durable=False).killed()
+    story.rank(start=110).restored(20, content="c70").steps(50, each=1.0, first=20).saved(70).finished()
+    assert counts(story.ledger()) == (120, 20, 0)
+
+
+def test_training_that_goes_back_to_a_state_of_its_own_repeats_what_came_after_it(story: Story) -> None:
+    rank = story.rank().steps(30, each=1.0).saved(30, content="c30", durable=False).steps(20, each=1.0)
+    rank.restored(None, content="c30").steps(40, each=1.0).saved(90).finished()
+    assert counts(story.ledger()) == (70, 20, 0)
+
+
+def test_several_trainings_of_one_command_repeat_nothing(story: Story) -> None:
+    for start in (0, 100, 200):
+        story.rank(start=start).span("imports", 5).steps(50, each=1.0).wait(5).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (150, 0, 0)
+    assert took(ledger) == {
+        "start.launcher_init": 80, "start.trainer_init": 15, "training.effective": 150, "shutdown.teardown": 15,
+    }  # fmt: skip
+    assert not ledger.failures
+
+
+def test_a_training_with_other_arguments_is_another_one_even_if_it_begins_with_the_weights_of_the_first(
+    story: Story,
+) -> None:
+    story.rank(start=0, command="train.py --phase 1").steps(50, each=1.0).saved(50, path="a.pt").finished()
+    again = story.rank(start=60, command="train.py --phase 2").restored(None, path="a.pt")
+    again.steps(50, each=1.0).saved(100).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (100, 0, 0)
+    assert took(ledger)["start.launcher_init"] == 10
+
+
+def test_a_program_that_replaces_itself_does_not_fail(story: Story) -> None:
+    first = story.rank(start=0, pid=7)
+    first.steps(20, each=1.0).saved(20, path="a.pt").killed()
+    again = story.rank(start=25, pid=7, started_ns=first.process.started_ns).restored(None, path="a.pt")
+    again.steps(20, each=1.0).saved(40).finished()
+    ledger = story.ledger()
+    assert counts(ledger) == (40, 0, 0)
+    assert not ledger.failures
+    assert ledger.wall_ns == 45e9
+
+
+def test_what_a_shell_becomes_began_when_what_it_ran_before_had_ended(story: Story) -> None:
+    shell = story.launcher(start=0, pid=7, command="bash -c 'python a.py; python a.py'", program="bash")
+    story.rank(start=0, pid=8).steps(20, each=1.0).finished()
+    story.rank(start=21, pid=7, started_ns=shell.process.started_ns).steps(20, each=1.0).finished()
+    shell.wait(41).gone(0)
+    ledger = story.ledger()
+    assert counts(ledger) == (40, 0, 0)
+    assert took(ledger) == {"start.trainer_init": 1, "training.effective": 40}
+    assert [attempt.attempt.members[0].process.pid for attempt in ledger.attempts] == [8, 7]
+
+
+def test_a_shell_whose_last_command_fails_takes_nothing_from_a_training_that_ended_well(story: Story) -> None:
+    shell = story.launcher(start=0, command="bash train.sh", program="train.sh")
+    story.rank(start=1).steps(20, each=1.0).finished()
+    shell.wait(22).gone(1)
+    ledger = story.ledger()
+    assert counts(ledger) == (20, 0, 0)
+    assert ledger.state == "failed"
+
+
+def test_trainings_side_by_side_count_as_ranks(story: Story) -> None:
+    for _ in range(2):
+        story.rank(start=0).span("imports", 5).steps(50, each=1.0).saved(50).finished()
+    ledger = story.ledger()
+    assert len(ledger.attempts) == 1
+    assert took(ledger) == {"start.trainer_init": 5, "training.effective": 50}
+    assert any("2 processes trained side by side" in note for note in ledger.notes)
+
+
+@pytest.mark.parametrize("early", [3, 12])
+def test_an_early_stall_is_known_once_the_pace_is(story: Story, early: int) -> None:
+    story.rank().steps(15, each=0.5, stall={early: 10.0}).saved(15).finished()
+    assert took(story.ledger()) == {"training.effective": 7.5, "waste.stall": 10.0}
+
+
+def test_what_recurs_every_so_many_steps_belongs_to_the_loop(story: Story) -> None:
+    longer = dict.fromkeys(range(40, 400, 40), 3.0)
+    story.rank().steps(400, each=0.1, stall=longer).saved(400).finished()
+    assert took(story.ledger()) == {"training.effective": 40 + 27}
+
+
 def test_a_step_that_is_known_needs_no_file(story: Story) -> None:
     story.rank(start=0).steps(100, each=1.0).saved(60, path="last.pt").killed()
     again = story.rank(start=110).restored(None, path="last.pt").restored(30)
@@ -685,7 +778,7 @@ def test_two_jobs_with_one_id_are_noticed_and_still_add_up(story: Story) -> None
     story.rank(start=0).steps(100, each=1.0).saved(100).finished()
     story.rank(start=40).steps(100, each=1.0).saved(100).finished()
     ledger = story.ledger()
-    assert any("two jobs seem to share" in note for note in ledger.notes)
+    assert any("trained side by side without a process group" in note for note in ledger.notes)
     took(ledger)
 
 

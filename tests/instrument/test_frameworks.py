@@ -174,7 +174,7 @@ class Job:
             (record.step, record.path)
             for pid, records in sorted(self.records().items())
             for record in records
-            if isinstance(record, Saved) and self.ranks()[pid][0] == rank
+            if isinstance(record, Saved) and record.durable and self.ranks()[pid][0] == rank
         ]
 
 

@@ -61,6 +61,11 @@ class Done:
             record for _, batch in JobReader(JobPaths(home, self.job)).poll() for record in batch.records
         ]
 
+    @property
+    def saved(self) -> list[Saved]:
+        """The checkpoints that were stored."""
+        return [record for record in self.of(Saved) if record.durable]
+
     def of(self, kind: type) -> list[Any]:
         return [record for record in self.records if isinstance(record, kind)]
 
@@ -157,7 +162,7 @@ def test_every_phase_of_a_plain_program_is_seen(home: Path) -> None:
     assert done.buckets["waste.checkpoint_blocking"] > 0
     assert done.buckets["shutdown.teardown"] > 0.3
     assert sum(done.buckets.values()) == pytest.approx(done.report["wall_s"], abs=1e-6)
-    assert [record.step for record in done.of(Saved)] == [10, 20]
+    assert [record.step for record in done.saved] == [10, 20]
 
 
 def test_slow_imports_are_named_and_so_is_the_one_that_an_optimizer_hides(home: Path) -> None:
@@ -398,6 +403,45 @@ def test_the_callbacks_of_compilation_never_raise_into_it(home: Path) -> None:
     assert done.steps == 10
 
 
+def test_weights_that_are_changed_by_hand_are_trained(home: Path) -> None:
+    done = measured(
+        home,
+        """
+        model = Net()
+        for _ in range(20):
+            model(torch.randn(16, 8)).sum().backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight -= 0.01 * weight.grad
+                    weight.grad = None
+            time.sleep(0.05)
+        """,
+    )
+    assert 15 <= done.steps <= 20
+    assert done.buckets["training.effective"] > 0.7
+
+
+def test_waits_for_a_thread_that_fetches_are_waits_for_data(home: Path) -> None:
+    done = measured(
+        home,
+        """
+        import queue, threading
+        batches = queue.Queue(maxsize=1)
+        def fetch():
+            for (batch,) in data():
+                time.sleep(0.1)
+                batches.put(batch)
+        threading.Thread(target=fetch).start()
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(10):
+            train(model, optimizer, batches.get())
+        """,
+    )
+    assert done.steps == 10
+    assert done.buckets["waste.data_wait"] > 0.5
+
+
 def test_nested_saves_are_one(home: Path) -> None:
     done = measured(
         home,
@@ -411,7 +455,7 @@ def test_nested_saves_are_one(home: Path) -> None:
         dcp.load({"model": model.state_dict()}, checkpoint_id="saved", no_dist=True)
         """,
     )
-    (saved,) = done.of(Saved)
+    (saved,) = done.saved
     assert (saved.step, saved.path) == (10, str(home / "saved"))
 
 
@@ -441,7 +485,7 @@ def test_a_save_in_the_background_blocks_only_as_long_as_it_is_staged(home: Path
         dist.destroy_process_group()
         """,
     )
-    (saved,) = done.of(Saved)
+    (saved,) = done.saved
     assert saved.step == 5
     assert done.buckets["waste.checkpoint_blocking"] == pytest.approx(float(done.out), rel=0.25, abs=0.1)
     assert done.stages["process_group_init"] > 0
@@ -458,7 +502,7 @@ def test_a_file_that_holds_no_model_is_no_checkpoint(home: Path) -> None:
         torch.save([0.1] * 1000 + [torch.zeros(3)], "losses.pt")
         """,
     )
-    assert not done.of(Saved)
+    assert not done.saved
     assert done.buckets["waste.unsaved_steps"] == 0
 
 

@@ -14,6 +14,7 @@ from headway.events.vocabulary import Restored, Saved
 from headway.instrument.devices import EVERY, DeviceWaits
 from headway.instrument.hooks import look_at_device
 from headway.instrument.loop import TAKEOVER, Loader, Pass, Tracker
+from headway.instrument.past import Load
 from headway.testing import Story
 
 
@@ -42,18 +43,18 @@ class Scene:
         self.rank = story.rank(start=start)
         self.clock = self.rank.clock
         self.grads = True
-        self.tracker = Tracker(self.rank.recorder, lambda: not self.grads)
+        self.tracker = Tracker(self.rank.recorder, lambda: self.grads)
         self.optimizer = Optimizer()
 
     def fetch(self, way: Pass, wait: float) -> None:
-        asked = self.tracker.fetching(way)
+        asked = self.tracker.fetching(way, threading.get_ident())
         self.clock.advance(wait)
-        self.tracker.fetched(way, asked)
+        self.tracker.fetched(way, asked, threading.get_ident())
 
     def stop(self, way: Pass, wait: float = 0.0) -> None:
-        asked = self.tracker.fetching(way)
+        asked = self.tracker.fetching(way, threading.get_ident())
         self.clock.advance(wait)
-        self.tracker.exhausted(way, asked)
+        self.tracker.exhausted(way, asked, threading.get_ident())
 
     def step(self, work: float, *optimizers: Optimizer) -> None:
         self.clock.advance(work)
@@ -145,6 +146,7 @@ def test_a_kill_in_work_after_the_last_step_loses_no_step(scene: Scene) -> None:
         scene.fetch(way, 0.0)
         scene.step(1.0)
     scene.rank.saved(5)
+    del way
     scene.clock.advance(60)
     with scene.rank.during("publish"):
         scene.clock.advance(1)
@@ -152,6 +154,17 @@ def test_a_kill_in_work_after_the_last_step_loses_no_step(scene: Scene) -> None:
     ledger = scene.ledger()
     assert trained(ledger)[0] == 5.0
     assert seconds(ledger, Bucket.WASTE_UNSAVED_STEPS) == 0
+
+
+def test_a_hang_between_two_steps_is_a_stall(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for _ in range(30):
+        scene.fetch(way, 0.0)
+        scene.step(1.0)
+    scene.clock.advance(60)
+    scene.rank.recorder.mark("sign of life")
+    scene.rank.killed()
+    assert seconds(scene.ledger(), Bucket.WASTE_STALL) == 59.0
 
 
 def test_gradient_accumulation_is_one_step_of_several_batches(scene: Scene) -> None:
@@ -193,13 +206,41 @@ def test_a_skipped_step_joins_the_next(scene: Scene) -> None:
     way = scene.tracker.begins(Loader())
     for number in range(10):
         scene.fetch(way, 0.5)
-        if number in (3, 4):  # the gradient scaler found an infinity
+        if number in (5, 6):  # the gradient scaler found an infinity
             scene.clock.advance(1.0)
+            scene.tracker.skipped()
         else:
             scene.step(1.0)
     scene.stop(way)
     scene.ends()
     assert trained(scene.ledger()) == (10.0, 4.5, 8)
+
+
+def test_a_batch_without_a_step_where_each_had_one_is_left_out(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for number in range(20):
+        scene.fetch(way, 0.5)
+        if number in (9, 15):  # it raised, and the program goes on
+            scene.clock.advance(1.0)
+        else:
+            scene.step(1.0)
+    scene.stop(way)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (18.0, 9.5, 18)
+    assert seconds(ledger, Bucket.WASTE_UNSAVED_STEPS) == 2.0
+
+
+def test_a_program_that_begins_to_accumulate_gradients_leaves_no_batch_out(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for number in range(40):
+        for _ in range(1 if number < 10 else 3):
+            scene.fetch(way, 0.0)
+            scene.clock.advance(0.5)
+        scene.step(0.5)
+    scene.stop(way)
+    scene.ends()
+    assert seconds(scene.ledger(), Bucket.WASTE_UNSAVED_STEPS) <= 1.0
 
 
 def test_a_lead_that_falls_silent_is_replaced(scene: Scene) -> None:
@@ -209,6 +250,14 @@ def test_a_lead_that_falls_silent_is_replaced(scene: Scene) -> None:
         scene.fetch(way, 0.0)
         scene.step(1.0, warm_up if number < 5 else main)
     scene.stop(way)
+    scene.ends()
+    assert trained(scene.ledger()) == (20.0, 0, 20)
+
+
+def test_a_lead_that_falls_silent_in_a_loop_without_a_loader_is_replaced_after_a_while(scene: Scene) -> None:
+    warm_up, main = Optimizer(), Optimizer()
+    for number in range(20):
+        scene.step(1.0, warm_up if number < 5 else main)
     scene.ends()
     assert trained(scene.ledger()) == (20.0, 0, 20 - (TAKEOVER - 1))
 
@@ -268,6 +317,20 @@ def test_two_loaders_side_by_side_both_train(scene: Scene) -> None:
         scene.step(1.0)
     scene.ends()
     assert trained(scene.ledger()) == (10.0, 4.5, 10)
+
+
+def test_a_second_loader_that_begins_again_inside_of_a_step_does_not_end_the_loop(scene: Scene) -> None:
+    first, loader = scene.tracker.begins(Loader()), Loader()
+    second = scene.tracker.begins(loader)
+    for number in range(30):
+        scene.fetch(first, 0.25)
+        if number % 10 == 9:
+            scene.stop(second)
+            second = scene.tracker.begins(loader)
+        scene.fetch(second, 0.25)
+        scene.step(1.0)
+    scene.ends()
+    assert trained(scene.ledger()) == (30.0, 29 * 0.5, 30)
 
 
 def test_a_loop_that_is_left_by_break_ends_with_its_last_step(scene: Scene) -> None:
@@ -368,6 +431,7 @@ def test_a_part_that_goes_to_evaluation_and_back_inside_of_a_step_does_not_evalu
     for _ in range(20):
         scene.tracker.to_evaluation_mode(discriminator)
         scene.clock.advance(1.0)
+        scene.tracker.computes_gradients()
         scene.tracker.to_training_mode(discriminator)
         scene.step(1.0)
     scene.ends()
@@ -427,6 +491,13 @@ def test_what_lies_between_an_empty_loader_and_another_is_no_step(scene: Scene) 
     assert seconds(ledger, Bucket.UNATTRIBUTED) == 20
 
 
+def test_the_first_wait_for_each_new_loader_counts(scene: Scene) -> None:
+    for _ in range(3):
+        scene.epoch(Loader(), 5, wait=0.5, work=1.0)
+    scene.ends()
+    assert trained(scene.ledger()) == (15.0, 14 * 0.5, 15)
+
+
 def test_a_batch_of_another_loader_in_the_middle_of_training_does_not_make_that_train(scene: Scene) -> None:
     train, validate = Loader(), Loader()
     way = scene.tracker.begins(train)
@@ -463,6 +534,94 @@ def test_a_script_that_measures_its_own_steps_is_left_alone(scene: Scene) -> Non
     ledger = scene.ledger()
     assert ledger.steps[Bucket.TRAINING_EFFECTIVE] == 10
     assert seconds(ledger, Bucket.TRAINING_EFFECTIVE) == 15.0
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 0
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_pass_over_the_training_loader_without_a_step_is_evaluation(scene: Scene, gradients: bool) -> None:
+    train = Loader()
+    for _ in range(3):
+        scene.epoch(train, 10, wait=0.0, work=1.0)
+        scene.grads = gradients
+        scene.look(train, 10, each=0.5)
+        scene.grads = True
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (30.0, 0, 30)
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 15.0
+
+
+@pytest.mark.parametrize(("gradients", "has_loader"), [(True, True), (False, True), (False, False)])
+def test_an_iterator_kept_open_and_drawn_from_now_and_then_is_evaluation(
+    scene: Scene, gradients: bool, has_loader: bool
+) -> None:
+    """With gradients on at the fetch, and no loader to train from, nothing tells it from training."""
+    train, validate = scene.tracker.begins(Loader()), scene.tracker.begins(Loader())
+    for number in range(40):
+        if has_loader:
+            scene.fetch(train, 0.0)
+        scene.step(1.0)
+        if number % 10 == 9:
+            scene.grads = gradients
+            scene.fetch(validate, 0.0)
+            scene.clock.advance(5.0)
+            scene.grads = True
+    scene.ends()
+    ledger = scene.ledger()
+    lost_last = 5.0  # no step follows the last one
+    assert trained(ledger)[0] == pytest.approx(40.0, abs=1.0)
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) + seconds(ledger, Bucket.SHUTDOWN_TEARDOWN) >= 20.0 - lost_last
+
+
+def test_a_loop_that_fetches_its_batches_while_gradients_are_off_trains(scene: Scene) -> None:
+    way = scene.tracker.begins(Loader())
+    for _ in range(20):
+        scene.grads = False
+        scene.fetch(way, 0.5)
+        scene.grads = True
+        scene.step(1.0)
+    scene.stop(way)
+    scene.ends()
+    assert trained(scene.ledger()) == (20.0, 19 * 0.5, 20)
+
+
+def test_clients_that_train_in_turns_on_few_batches_each_all_train(scene: Scene) -> None:
+    clients = [(Optimizer(), Loader()) for _ in range(4)]
+    for _ in range(5):
+        for optimizer, loader in clients:
+            way = scene.tracker.begins(loader)
+            for _ in range(2):
+                scene.fetch(way, 0.0)
+                scene.step(1.0, optimizer)
+            scene.stop(way)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger) == (40.0, 0, 40)
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 0
+
+
+def test_a_step_before_the_data_is_there_is_a_warm_up(scene: Scene) -> None:
+    scene.step(1.0)
+    scene.clock.advance(30)
+    scene.epoch(Loader(), 10, wait=0.0, work=1.0)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[0] == 10.0
+    assert seconds(ledger, Bucket.START_TRAINER_INIT) == 31.0
+
+
+def test_a_model_that_plays_in_evaluation_mode_collects_what_it_trains_on(scene: Scene) -> None:
+    policy = Model()
+    for _ in range(10):
+        for _ in range(5):
+            scene.step(1.0)
+        scene.tracker.to_evaluation_mode(policy, plays=True)
+        scene.clock.advance(3.0)
+        scene.tracker.to_training_mode(policy)
+    scene.step(1.0)
+    scene.ends()
+    ledger = scene.ledger()
+    assert trained(ledger)[0] == 81.0
     assert seconds(ledger, Bucket.WASTE_EVALUATION) == 0
 
 
@@ -512,9 +671,10 @@ def test_a_resume_repeats_what_was_not_saved(tmp_path: Path, how: str) -> None:
     first.rank.killed()
     second = Scene(story, start=40)
     second.optimizer = Optimizer(20 if how == "the optimizer's own count" else None)
-    second.tracker.loads = [
-        {"the same path": ("/c/step.pt", ""), "a renamed file": ("/c/last.pt", "1:2")}.get(how, ("/elsewhere", ""))
+    second.tracker.past.loads = [
+        {"the same path": Load("/c/step.pt"), "a renamed file": Load("/c/last.pt", "1:2")}.get(how, Load("/elsewhere"))
     ]
+    second.tracker.past.filled(optimizer=second.optimizer)
     second.epoch(Loader(), 30, wait=0.0, work=1.0)
     saved(second, "/c/step.pt")
     second.ends()
@@ -525,7 +685,7 @@ def test_a_resume_repeats_what_was_not_saved(tmp_path: Path, how: str) -> None:
 
 def test_a_load_that_nobody_saved_is_a_start_from_scratch(tmp_path: Path) -> None:
     scene = Scene(Story(tmp_path))
-    scene.tracker.loads = [("/pretrained.pt", "9:9")]
+    scene.tracker.past.loads = [Load("/pretrained.pt", "9:9")]
     scene.epoch(Loader(), 10, wait=0.0, work=1.0)
     scene.ends()
     ledger = scene.ledger()

@@ -19,10 +19,10 @@ def test_gradients_that_are_off_are_a_sign_of_evaluation(monkeypatch: pytest.Mon
     monkeypatch.setattr(patches, "torch", None)
     session: Any = SimpleNamespace(tracker=SimpleNamespace())
     hooks._torch(session, torch)
-    assert not session.is_evaluating()
+    assert session.gradients_on()
     with torch.no_grad():
-        assert session.is_evaluating()
-        assert session.tracker.is_evaluating()
+        assert not session.gradients_on()
+        assert not session.tracker.gradients_on()
 
 
 class Library:

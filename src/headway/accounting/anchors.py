@@ -25,10 +25,14 @@ def place_stints(attempts: Iterable[dict[int, Member]]) -> None:
             if isinstance(record, Saved):
                 step = record.step + anchors.shift(rank, stint)
                 saved |= dict.fromkeys(_keys(record), step)
-            elif record.step is None:
-                found = [saved[key] for key in _keys(record) if key in saved]
+            else:
+                # Where a process says itself at which step it goes on, only the state itself tells better.
+                keys = [key for key in _keys(record) if record.step is None or key[0] == "content"]
+                found = [saved[key] for key in keys if key in saved]
                 if found:
                     anchors.add(rank, stint, found[0])
+                elif record.step is not None:
+                    anchors.forget(rank, stint)
         for rank, member in members.items():
             placed = anchors.placed(rank)
             if any(shift or step is not None for shift, step in placed):
@@ -36,8 +40,9 @@ def place_stints(attempts: Iterable[dict[int, Member]]) -> None:
 
 
 def _keys(record: Saved | Restored) -> list[tuple[str, str]]:
-    """By what a checkpoint is known again: its path, else the file itself, which may have been moved."""
-    return [(kind, name) for kind, name in (("path", record.path), ("file", record.file)) if name]
+    """By what a checkpoint is known again: the state in it, else its path, else the file, which may have been moved."""
+    names = (("content", record.content), ("path", record.path), ("file", record.file))
+    return [(kind, name) for kind, name in names if name]
 
 
 def _checkpoints(members: dict[int, Member]) -> Iterator[tuple[int, int, Saved | Restored]]:
@@ -78,6 +83,11 @@ class _Anchors:
             for placed in self._placed.values():
                 del placed[stint:]
 
+    def forget(self, rank: int, stint: int) -> None:
+        """The rank itself says where this stint went on."""
+        self._own.pop((rank, stint), None)
+        del self._placed[rank][stint:]
+
     def shift(self, rank: int, stint: int) -> int:
         """What to add to the rank's own step numbers in one of its stints."""
         return self.placed(rank)[stint][0] if 0 <= stint < len(self._stints[rank]) else 0
@@ -90,9 +100,11 @@ class _Anchors:
         return placed
 
     def _place(self, rank: int, at: int, stint: RankStint) -> tuple[int, int | None]:
-        if stint.restored is not None:
+        step = self._own.get((rank, at))
+        if step is None and stint.restored is not None:
             return 0, stint.restored
-        step = self._own.get((rank, at), self._shared.get((at, stint.first), (0, None))[1])
+        if step is None:
+            step = self._shared.get((at, stint.first), (0, None))[1]
         if step is not None:
             return step - stint.first, step
         follows_on = at > 0 and self._stints[rank][at - 1].next == stint.first

@@ -9,14 +9,11 @@ from statistics import median_low
 from typing import NamedTuple
 
 from headway.accounting.anchors import place_stints
-from headway.accounting.members import NEVER_NS, Member, gather_members
+from headway.accounting.members import NEVER_NS, TICK_NS, Member, gather_members
 from headway.accounting.rules import Stint
 from headway.accounting.timeline import Piece, RankStint, Timeline
 from headway.accounting.waterfall import Startup
 from headway.events.vocabulary import Activity, Scheduled, Told
-
-TICK_NS = 10_000_000
-"""The kernel tells in such ticks when a process started: it may seem to begin before the one before it ended."""
 
 CLOCK_TOLERANCE_NS = 250_000_000
 """Hosts whose clocks differ by less are taken to agree: the end of process-group initialisation is no sharper mark."""
@@ -64,6 +61,8 @@ class Attempt:
     """What a supervisor did about its failure, and why, in its own words."""
     exit_code: int | None = None
     """Of the launcher that ended in its time, if that was a failure."""
+    is_shells_word: bool = False
+    """Whether that launcher was a shell: its exit code is that of its last command, whatever that was."""
     alive: bool = False
     awaits_restart: bool = False
     """Its processes failed and are gone, and its launcher lives: it may start them again."""
@@ -73,6 +72,8 @@ class Attempt:
     """When the first launcher began that is new to this attempt."""
     prepared_ns: int | None = None
     """When a script that only prepared the training started, if one did."""
+    is_new: bool = False
+    """It begins another training: the one before it ended well, and nothing of that was restored."""
     followed: list[Member] = field(default_factory=list)
     """Scripts that ran after the training had ended well and did not train: exports, evaluations."""
     stints: list[Stint] = field(default_factory=list)
@@ -82,6 +83,17 @@ class Attempt:
         """How many ranks it should have had."""
         sizes = [member.process.world_size for member in self.members.values()]
         return max([*sizes, max(self.members) + 1])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its start-up is a start, and no recovery."""
+        return self.number == 0 or self.is_new
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether what it had not saved is lost: a rank failed, or the launcher says that one did."""
+        ranks_failed = any(not member.alive and not member.is_clean for member in self.members.values())
+        return self.failed and (ranks_failed or not self.is_shells_word)
 
     @property
     def first_start_ns(self) -> int:
@@ -131,7 +143,30 @@ def gather_attempts(
     place_stints(attempt.members for attempt in attempts)
     for attempt in attempts:
         attempt.stints = _stints(attempt)
+    _set_trainings(attempts)
     return attempts
+
+
+def _set_trainings(attempts: list[Attempt]) -> None:
+    """Tell another training from the same one that goes on: its steps repeat nothing of what came before."""
+    trainings = 0
+    for attempt, before in zip(attempts, [None, *attempts], strict=False):
+        if before is not None and _ended_for_good(before):
+            goes_on = any(stint.restored is not None or stint.first for stint in attempt.stints[:1])
+            attempt.is_new = not goes_on or _commands(attempt) != _commands(before)
+        trainings += attempt.is_new
+        for stint in attempt.stints:
+            stint.program = f"{trainings} {stint.program}"
+
+
+def _ended_for_good(attempt: Attempt) -> bool:
+    """Whether it trained and ended well, by itself."""
+    went_on = any(member.went_on_as for member in attempt.members.values())
+    return bool(attempt.stints) and not (attempt.failed or attempt.stopped or went_on)
+
+
+def _commands(attempt: Attempt) -> set[str]:
+    return {member.process.command for member in attempt.members.values()}
 
 
 # --- grouping ------------------------------------------------------------------------------------------------------
@@ -246,7 +281,7 @@ def _set_launches(attempts: list[Attempt], launchers: list[Member]) -> None:
     """Finds each attempt's launchers: those that are new to it, and the first that failed before the next one began."""
     begins = sorted(launcher.begin_ns for launcher in launchers)
     failures = sorted(
-        (launcher.last_sign_ns, launcher.gone.exit_code)
+        (launcher.last_sign_ns, launcher.gone.exit_code, _is_shell(launcher))
         for launcher in launchers
         if launcher.gone and launcher.gone.exit_code
     )
@@ -262,7 +297,12 @@ def _set_launches(attempts: list[Attempt], launchers: list[Member]) -> None:
             attempt.abandoned_ns = max(gone, default=None)
         first = bisect_left(failures, (attempt.first_start_ns + TICK_NS,))
         if first < len(failures) and (following is None or failures[first][0] < following.first_start_ns + TICK_NS):
-            attempt.exit_code = failures[first][1]
+            attempt.exit_code, attempt.is_shells_word = failures[first][1:]
+
+
+def _is_shell(launcher: Member) -> bool:
+    name = launcher.process.command.partition(" ")[0].rpartition("/")[2]
+    return name in ("sh", "bash", "dash", "ksh", "zsh") or name.endswith(".sh")
 
 
 def _set_ends(attempts: list[Attempt], launchers: list[Member], now: Instant) -> None:
@@ -372,7 +412,7 @@ class Gap:
     """
 
     def __init__(self, attempt: Attempt, previous: Attempt | None, launcher: list[Piece]) -> None:
-        self._attempt, self._is_first = attempt, previous is None
+        self._attempt, self._is_first = attempt, attempt.is_first
         self._launcher = launcher
         self._scheduled = attempt.scheduled
         self._left_ns = previous.left_ns if previous else 0

@@ -27,6 +27,10 @@ _UNTRAINED = (
 )
 _UNSEEN = "no PyTorch training was seen in this job: its processes neither fetched batches nor stepped an optimizer"
 
+HOLDS_UP = 0.02
+"""A rank is named as the slowest if it lost this share of the loop more than the one that lost least. Below that, ranks
+only wait for one another in turn, and the clock of each sees the same."""
+
 MOST_STARTS = 8
 """So many start-ups are looked into for advice: with thousands of ranks, each takes a tenth of a second."""
 
@@ -79,7 +83,7 @@ class JobAccounts:
             return None
         last = attempts[-1]
         lineage = label_steps(
-            [stint for attempt in attempts for stint in attempt.stints], ended=not last.alive, failed=last.failed
+            [stint for attempt in attempts for stint in attempt.stints], ended=not last.alive, failed=last.has_lost
         )
         axis = Axis({m.process.boot: m.offset_ns for a in attempts for m in a.members.values()}, now)
         notes = self._notes(attempts, trainers.values())
@@ -115,6 +119,11 @@ class JobAccounts:
             for node in sorted({m.process.node for m in attempt.members.values() if m.lost and not m.is_clean}):
                 gone = sorted(rank for rank, m in attempt.members.items() if m.process.node == node)
                 notes.append(f"attempt {attempt.number}: node {node} (rank {_ranks(gone)}) was not heard of again")
+            if any(member.was_numbered for member in attempt.members.values()):
+                notes.append(
+                    f"attempt {attempt.number}: {len(attempt.members)} processes trained side by side without a "
+                    f"process group, and count as ranks. Give jobs of their own an id of their own with HEADWAY_JOB"
+                )
             if following and any(_outlived(m, following) for m in attempt.members.values()):
                 notes.append(
                     f"attempt {attempt.number} still ran when attempt {following.number} began: two jobs seem to share "
@@ -188,8 +197,15 @@ class AttemptLedger:
     """The rank everyone waited for until the first step."""
     slowest_rank: int | None = None
     """The rank that lost most in the loop."""
+    holds_up: bool = False
+    """Whether that rank lost so much more than others that it is worth a word."""
     recovering_ns: tuple[int, int] = (0, 0)
     """Its `recover.*` before the end of its first step, and after."""
+
+    @property
+    def held_up_by(self) -> int | None:
+        """The slowest rank, if it is worth a word."""
+        return self.slowest_rank if self.holds_up else None
 
     @property
     def wall_ns(self) -> int:
@@ -228,7 +244,8 @@ class _Assembly:
         return Ledger(process.job, ledgers, self._lineage.counts, notes)
 
     def _attempt_ledger(self, attempt: Attempt, previous: Attempt | None, labels: list[Labels]) -> AttemptLedger:
-        is_last = attempt is self._attempts[-1]
+        following = self._attempts[attempt.number + 1 :][:1]
+        is_last = not following or following[0].is_new
         around = [p for p in self._launcher if p.end_ns > attempt.begin_ns and p.begin_ns < attempt.end_ns]
         gap, views = Gap(attempt, previous, around), {}
         for rank in sorted(attempt.members):
@@ -259,6 +276,8 @@ def _stitch(ledger: AttemptLedger) -> AttemptLedger:
     by_loss = sorted(trained, key=lambda rank: (-views[rank].lost_in_loop_ns, rank))
     after = _total((_loop_sums(views, by_loss, started, stopped), views[last_out].sums(stopped, end)))
     ledger.critical_rank, ledger.slowest_rank = critical, by_loss[0]
+    lost = [views[rank].lost_in_loop_ns for rank in by_loss]
+    ledger.holds_up = len(lost) > 1 and lost[0] - lost[-1] > HOLDS_UP * (stopped - started)
     ledger.sums, ledger.recovering_ns = _total((before, after)), (_recovering(before), _recovering(after))
     return ledger
 
@@ -338,6 +357,12 @@ class Ledger:
         return by_bucket(self.sums)
 
     @property
+    def rollout_ns(self) -> int:
+        """How long the job collected experience to train on, as its slowest ranks saw it: part of its steps."""
+        slowest = [(a.views, a.slowest_rank) for a in self.attempts if a.slowest_rank is not None]
+        return sum(views[rank].member.timeline.rollout_ns for views, rank in slowest)
+
+    @property
     def failures(self) -> list[dict[str, Any]]:
         """One entry for each attempt that failed: by which rank, why where that is known, what was done about it."""
         return [
@@ -383,9 +408,10 @@ class Ledger:
 
     @property
     def slowest_rank(self) -> int | None:
-        """The slowest rank of the attempt that trained longest."""
+        """The rank that held up the attempt that trained longest; None if no rank did."""
         trained = [attempt for attempt in self.attempts if attempt.slowest_rank is not None]
-        return max(trained, key=lambda attempt: attempt.wall_ns).slowest_rank if trained else None
+        longest = max(trained, key=lambda attempt: attempt.wall_ns, default=None)
+        return longest.held_up_by if longest is not None else None
 
     def rank_sums(self, rank: int) -> Sums:
         """One rank's time; an attempt it should have been part of and was not is unattributed."""

@@ -8,6 +8,9 @@ from itertools import islice, takewhile
 from headway.accounting.timeline import Timeline
 from headway.events.vocabulary import Process, ProcessGone, Saved
 
+TICK_NS = 10_000_000
+"""The kernel tells in such ticks when a process started: it may seem to begin before the one before it ended."""
+
 NEVER_NS = 1 << 62
 """Later than any moment."""
 
@@ -26,6 +29,10 @@ class Member:
     alive: bool = False
     lost: bool = False
     """It lived when its node was last heard of, and the node was not heard of again."""
+    was_numbered: bool = False
+    """Whether it trained side by side with others, without a process group: then its rank is made up."""
+    went_on_as: str = ""
+    """The process that it became, by `exec`: then it did not fail, though it never said that it ended."""
     joint: list[int] = field(default_factory=list)
     """For each of its stints, which of the attempt's it is part of."""
     placed: Sequence[tuple[int, int | None]] = ()
@@ -58,7 +65,7 @@ class Member:
         """Whether it ended by itself, without an error. A launcher does not say so itself."""
         ended, gone = self.timeline.ended, self.gone
         said = gone is not None if self.is_launcher else ended is not None and ended.error is None
-        return self.has_stopped or (said and (gone is None or gone.exit_code in (None, 0)))
+        return self.has_stopped or bool(self.went_on_as) or (said and (gone is None or gone.exit_code in (None, 0)))
 
     @property
     def has_stopped(self) -> bool:
@@ -77,6 +84,15 @@ class Member:
         if gone is not None and not self.is_clean:
             return gone.t_ns + self.offset_ns
         return None
+
+    @property
+    def trained_ns(self) -> tuple[int, int]:
+        """From its first step to its last; nothing if it made none."""
+        timeline = self.timeline
+        if timeline.first_step is None:
+            return (0, 0)
+        ends = (timeline.last_step_ns or 0, timeline.cell.end_ns if timeline.cell else 0)
+        return timeline.first_step[0] + self.offset_ns, max(ends) + self.offset_ns
 
     @property
     def checkpoints(self) -> list[tuple[int, str, int]]:
@@ -104,9 +120,11 @@ def gather_members(
             seen = (watched.get(name, timeline.gone), name in alive, name in lost)
             by_role.setdefault(process.role, []).append(Member(name, timeline, process, offsets[process.boot], *seen))
     ranks, processes, launchers = (by_role.get(role, []) for role in ("rank", "process", "launcher"))
+    _follow_execs([*ranks, *processes], launchers)
     if launchers:
         _pass_on_ends(launchers, [*ranks, *processes])
     if ranks:
+        _number(ranks)
         return [*ranks, *_apart_from(ranks, processes)], launchers
     if processes:
         return _launched(processes), launchers
@@ -118,13 +136,14 @@ def gather_members(
 
 def _ends_of_others(timelines: dict[str, Timeline]) -> dict[str, ProcessGone]:
     """How processes ended, as others saw it. A supervisor knows best whether a rank did its work. Against a witness the
-    rank's own word counts: some launchers kill their ranks when these are done."""
+    rank's own word counts if the program said that it is done, or was killed: some launchers end their ranks then."""
     found = {}
     for timeline in timelines.values():
         is_witness = timeline.process is not None and timeline.process.role == "launcher"
         for gone in timeline.others_gone:
             theirs = timelines.get(gone.name)
-            if not is_witness or theirs is None or theirs.ended is None:
+            ended = theirs.ended if theirs is not None else None
+            if not is_witness or ended is None or ((gone.exit_code or 0) > 0 and not ended.done):
                 found[gone.name] = gone
     return found
 
@@ -137,6 +156,54 @@ def _boot_offsets(timelines: Iterable[Timeline]) -> dict[str, int]:
         if process is not None and (process.boot not in first or process.t_ns < first[process.boot].t_ns):
             first[process.boot] = process
     return {boot: process.wall_ns - process.t_ns for boot, process in first.items()}
+
+
+def _follow_execs(members: list[Member], launchers: list[Member]) -> None:
+    """A program that replaces itself (`exec`) stays the same process, and the kernel goes on telling its first start.
+    So what came before it did not fail; and it began no earlier than others ended that ran before it."""
+    latest: dict[tuple[str, str, int], Member] = {}
+    first: dict[tuple[str, str, int], str] = {}
+    began = {_holder(each): each.process.started_ns for each in launchers}
+    for member in sorted(members, key=lambda each: each.process.t_ns + each.offset_ns):
+        holder, started_ns = _holder(member), member.process.started_ns
+        earlier = latest.get(holder)
+        is_same = earlier is not None and (
+            abs(earlier.process.started_ns - started_ns) < TICK_NS or member.name.startswith(f"{first[holder]}-")
+        )
+        if earlier is not None and is_same:
+            earlier.went_on_as = member.name
+        if is_same or abs(began.get(holder, -NEVER_NS) - started_ns) < TICK_NS:
+            here_ns = member.process.t_ns + member.offset_ns
+            ends = [each.last_sign_ns for each in members if each is not member and each.last_sign_ns <= here_ns]
+            began_ns = max([started_ns, *(end - member.offset_ns for end in ends)])
+            member.process = replace(member.process, started_ns=min(began_ns, member.process.t_ns))
+        first[holder] = first[holder] if is_same else member.name
+        latest[holder] = member
+
+
+def _number(ranks: list[Member]) -> None:
+    """Number processes that trained side by side without a process group: each took itself for the last rank."""
+    alone = [each for each in ranks if each.process.world_size == each.process.rank + 1]
+    together: list[Member] = []
+    for member in [*sorted(alone, key=lambda each: each.begin_ns), None]:
+        if member is not None and any(_side_by_side(member, other) for other in together):
+            together.append(member)
+            continue
+        have_numbers = len({each.process.rank for each in together}) == len(together)
+        for number, each in enumerate(together if len(together) > 1 else ()):
+            rank = each.process.rank if have_numbers else number
+            each.process = replace(each.process, rank=rank, world_size=len(together))
+            each.was_numbered = not have_numbers
+        together = [member] if member is not None else []
+
+
+def _side_by_side(one: Member, other: Member) -> bool:
+    """Whether two processes trained at the same time, for at least half of what the shorter one did."""
+    spans = [each.trained_ns for each in (one, other)]
+    if one.process.attempt is not None or not all(end for _, end in spans):
+        return False
+    (begin, end), (its_begin, its_end) = spans
+    return 2 * (min(end, its_end) - max(begin, its_begin)) > min(end - begin, its_end - its_begin)
 
 
 def _pass_on_ends(launchers: list[Member], others: list[Member]) -> None:

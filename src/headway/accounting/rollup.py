@@ -12,7 +12,7 @@ from sys import intern
 from typing import Any
 
 from headway.accounting.rules import NOTHING, Loop, Pace, StallRule
-from headway.accounting.timeline import Piece, Pieces, RankStint, Timeline
+from headway.accounting.timeline import Piece, Pieces, RankStint, Timeline, may_be_known
 from headway.accounting.waterfall import restored as restored_startup
 from headway.events.journal import Cell
 from headway.events.vocabulary import (
@@ -28,7 +28,7 @@ from headway.events.vocabulary import (
     Told,
 )
 
-VERSION = 5
+VERSION = 6
 """Changes with anything that changes what a fold gives. Another version's roll-ups are not used."""
 
 MOST_POINTS = 512
@@ -50,6 +50,7 @@ def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
     """The fold of a finished process; empty if its records do not say whose they are."""
     timeline = Timeline()
     timeline.add(records, cell)
+    timeline.settle()
     if timeline.process is None:
         return b""
     loop = timeline.loop
@@ -61,6 +62,7 @@ def roll_up(records: Iterable[Record], cell: Cell | None) -> bytes:
         "scheduled": timeline.scheduled and dataclasses.asdict(timeline.scheduled),
         "cell": timeline.cell and dataclasses.astuple(timeline.cell),
         "dropped": timeline.dropped,
+        "rollout": timeline.rollout_ns,
         "ready": timeline.group_ready_ns,
         "last": timeline.last_ns,
         "first_step": timeline.first_step,
@@ -106,15 +108,13 @@ def _restored(told: dict[str, Any], load: Load) -> Timeline:
     timeline.scheduled = Scheduled(**told["scheduled"]) if told["scheduled"] else None
     timeline.cell = Cell(*told["cell"]) if told["cell"] else None
     timeline.dropped, timeline.group_ready_ns, timeline.last_ns = told["dropped"], told["ready"], told["last"]
+    timeline.rollout_ns = told["rollout"]
     timeline.first_step = tuple(told["first_step"]) if told["first_step"] else None
     timeline.first_step_ns, timeline.last_step_ns = told["first_step_ns"], told["last_step"]
     timeline.init = _pieces(told["init"])
     timeline.stints = [RankStint(*stint) for stint in told["stints"]]
-    timeline.checkpoints = [
-        (at, _CHECKPOINTS[kind](t_ns=t_ns, step=step, path=path, file=file))
-        for at, kind, t_ns, step, path, file in told["checkpoints"]
-    ]
-    timeline.loads = sum(record.step is None for _, record in timeline.checkpoints)
+    timeline.checkpoints = [(at, _CHECKPOINTS[kind](**record)) for at, kind, record in told["checkpoints"]]
+    timeline.loads = sum(may_be_known(record) for _, record in timeline.checkpoints)
     timeline._waits_anywhere = told["waits_anywhere"]
     timeline.marks = [Mark(t_ns=t_ns, name=name, attrs=attrs) for t_ns, name, attrs in told["told"]]
     timeline._at, timeline._floor, winner, pending = told["open"]
@@ -130,7 +130,8 @@ def _restored(told: dict[str, Any], load: Load) -> Timeline:
 
 
 def _checkpoint(at: int, record: Saved | Restored) -> tuple[Any, ...]:
-    return at, "s" if isinstance(record, Saved) else "r", record.t_ns, record.step, record.path, record.file
+    told = {key: value for key, value in dataclasses.asdict(record).items() if value != ""}
+    return at, "s" if isinstance(record, Saved) else "r", told
 
 
 def _trimmed(pieces: list[Piece]) -> list[tuple[Any, ...]]:
@@ -162,6 +163,7 @@ class _Unroll:
         if self._timeline is None:
             self._timeline = Timeline()
             self._timeline.add(*self._load())
+            self._timeline.settle()
         return self._timeline
 
 

@@ -71,7 +71,7 @@ _PRECEDENCE: tuple[tuple[str, ...], ...] = (
     (Activity.CHECKPOINT_RESTORE,),
     (Activity.PT2_COMPILATION,),
     (Activity.DATA_WAIT, Activity.DATA_SKIP),
-    (Activity.EVALUATION, Activity.PUBLISH),
+    (Activity.EVALUATION, Activity.PUBLISH, Activity.LEFT_OUT),
     (Loop.STALL, Loop.STEP, Loop.CUT_STEP),  # a stall is what no span explains, so it only ever has a step's own time
     STAGES,
     (Activity.LAUNCHER_INIT,),
@@ -136,7 +136,7 @@ def bucket(what: str, part: Part, first_attempt: bool, last_attempt: bool) -> Ke
             return (B.WASTE_RECOMPILATION, "")
         case Loop.STALL:
             return (B.WASTE_STALL, "")
-        case Loop.CUT_STEP:
+        case Loop.CUT_STEP | Activity.LEFT_OUT:
             return (B.WASTE_UNSAVED_STEPS, "")
         case Activity.DATA_SKIP if not first_attempt or part is not Part.INIT:
             return (B.RECOVER_DATA_SKIP, "")
@@ -219,13 +219,30 @@ class Pace:
         typical = self._quantile(0.5)
         if typical is None or took_ns <= rule.times * typical:
             return 0
-        limit = rule.limit_ns(typical, self._quantile(0.95) or 0, sum(count for _, count in self._runs))
+        limit = rule.limit_ns(typical, self.slow_ns, self.steps)
         return took_ns - typical if took_ns > limit else 0
+
+    @property
+    def steps(self) -> int:
+        """How many steps it is known from."""
+        return sum(count for _, count in self._runs)
 
     @property
     def typical_ns(self) -> int:
         """The median; 0 before there are steps."""
         return self._quantile(0.5) or 0
+
+    def without(self, step_ns: int) -> "Pace":
+        """The pace of all other steps than one that took this long."""
+        runs = list(self._runs)
+        if (step_ns, 1) in runs:
+            runs.remove((step_ns, 1))
+        return Pace(runs)
+
+    @property
+    def slow_ns(self) -> int:
+        """What the slowest 5% take at least."""
+        return self._quantile(0.95) or 0
 
     def _quantile(self, share: float) -> int | None:
         if not self._runs:

@@ -14,10 +14,12 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from headway.accounting.rules import NOTHING, PRECEDENCE, Loop, Pace, StallRule, winner
+from headway.accounting.stalls import LEAST_KNOWN, Stalls
 from headway.accounting.waterfall import Startup, startup_of
-from headway.events.journal import Cell
+from headway.events.journal import BETWEEN, Cell
 from headway.events.vocabulary import (
     KNOWN_NAMES,
+    ROLLOUT,
     WAITS_ANYWHERE,
     Activity,
     Dropped,
@@ -159,14 +161,20 @@ class Bar(NamedTuple):
     end_ns: int | None
 
 
+def may_be_known(record: Saved | Restored) -> bool:
+    """Whether a restore may be known again by what was saved before."""
+    return isinstance(record, Restored) and (record.step is None or bool(record.content))
+
+
 class Timeline:
     """Folds one process's records. Times stay on the process's own monotonic clock."""
 
     __slots__ = (
-        "_at", "_early", "_floor", "_has_loaded", "_names", "_open", "_open_spans", "_pace", "_pending", "_restored",
-        "_rule", "_spans", "_waits_anywhere", "_winner", "cell", "checkpoints", "dropped", "ended", "first_step",
-        "first_step_ns", "gone", "group_ready_ns", "init", "last_ns", "last_step_ns", "loads", "loop", "marks",
-        "others_gone", "process", "scheduled", "startups", "stints", "unroll",
+        "_at", "_early", "_first_played_ns", "_floor", "_has_loaded", "_names", "_open", "_open_spans", "_pace",
+        "_pending", "_restored", "_rollouts", "_rule", "_spans", "_stalls", "_waits_anywhere", "_winner",
+        "cell", "checkpoints", "dropped", "ended", "first_step", "first_step_ns", "gone", "group_ready_ns",
+        "init", "last_ns", "last_step_ns", "loads", "loop", "marks", "others_gone", "process", "rollout_ns",
+        "scheduled", "startups", "stints", "unroll",
     )  # fmt: skip
 
     def __init__(self, rule: StallRule | None = None) -> None:
@@ -196,10 +204,16 @@ class Timeline:
         """The marks that tell of a graph of stages; as they are told, they would take ten times the space."""
         self.checkpoints: list[tuple[int, Saved | Restored]] = []
         """In order, each with the stint it belongs to: that in which it was saved, or that which began from it."""
+        self.rollout_ns = 0
+        """How long it collected experience to train on: part of its steps."""
         self.loads = 0
-        """How many of them were only loaded: what they hold, the process could not tell."""
+        """How many of them may be known again by what was saved before."""
         self._rule = rule or StallRule()
         self._pace = Pace()
+        self._stalls = Stalls(self._rule)
+        self._first_played_ns = 0
+        self._rollouts: list[tuple[int, int]] = []
+        """Those since the last run of steps."""
         self._names: dict[int, str] = {}
         # Spans cut time into `_pending` pieces, up to `_at`; from there on it belongs to `_winner`. A step run takes
         # the pending pieces inside it and settles them. `_floor` is the end of what is settled: it never changes.
@@ -313,7 +327,11 @@ class Timeline:
         if end > self.last_ns:
             self.last_ns = end
         activity = _KNOWN.get(number) or _ACTIVITIES.get(self._names.get(number, ""))
-        if activity is not None:
+        if activity is None:
+            if self._names.get(number) == ROLLOUT:
+                self.rollout_ns += end - begin
+                self._rollouts.append((begin, end))
+        else:
             self._advance(end, self._winner)
             self._claim(max(begin, self._floor), end, activity)
             if activity is Activity.PROCESS_GROUP_INIT and self.group_ready_ns is None:
@@ -339,22 +357,33 @@ class Timeline:
 
     def _loop_begins(self, record: LoopBegin) -> None:
         self._lives(record)
+        if record.after_warm_up:
+            self._was_warm_up()
         stint = self.stints[-1] if self.stints else None
         goes_on = stint and stint.next == record.first and stint.batch_size == record.batch_size
         if not goes_on or self._restored is not None or self._has_loaded:
             self.stints.append(RankStint(record.first, record.first, record.batch_size, self._restored))
             self._restored, self._has_loaded = None, False
 
+    def _was_warm_up(self) -> None:
+        """All that was trained so far is part of the start."""
+        pieces = [*self.init, *self.loop.items]
+        self.init = [p if p.stint < 0 else Piece(p.begin_ns, p.end_ns, NOTHING) for p in pieces]
+        self.loop, self.stints, self.checkpoints = Pieces(), [], []
+        self._pace, self._stalls = Pace(), Stalls(self._rule)
+        self.first_step = self.last_step_ns = None
+        self.first_step_ns = 0
+
     def _checkpoint(self, record: Saved | Restored) -> None:
         self._lives(record)
         restored = isinstance(record, Restored)
         self.checkpoints.append((len(self.stints) - (not restored), record))
+        self.loads += may_be_known(record)
         if record.step is None:
-            self.loads += 1
             self._has_loaded = True
         elif restored:
             self._restored = record.step
-        elif self.stints:
+        elif self.stints and isinstance(record, Saved) and record.durable:
             self.stints[-1].saved = record.step
 
     def _advance(self, to_ns: int, what: str) -> None:
@@ -386,14 +415,16 @@ class Timeline:
             pieces, inside, self._pending = _split(self._pending, begin, end)
             pieces += self._lay_run(run, inside, len(stints) - 1, self._pace)
         self._floor = self.last_step_ns = end
+        played_ns, self._rollouts = self._played_ns(run), [each for each in self._rollouts if each[1] > end]
         if end > self.last_ns:
             self.last_ns = end
         if self.first_step is None:
             self.first_step = (begin, end)
             self.init.extend(pieces)
             self.first_step_ns = sum([p.end_ns - p.begin_ns for p in pieces if p.what is Loop.STEP])
+            self._first_played_ns = played_ns
             return
-        net = self.loop.extend(pieces)
+        base, net = len(self.loop.items), self.loop.extend(pieces)
         steps, step_ns = stint.steps, stint.step_ns
         if not steps:
             steps.append(first)
@@ -403,6 +434,13 @@ class Timeline:
             step_ns.append(step_ns[-1] + net)
         elif net:  # a run of no steps: its time goes to the step before it
             step_ns[-1] += net
+        if run.count <= 1:
+            self._stalls.add(self.loop, stints, base, first, self._pace, played_ns)
+
+    def _played_ns(self, run: StepRun | Cell) -> int:
+        """How much of a run is known to have been spent on rollouts."""
+        inside = [(max(low, run.begin_ns), min(high, run.end_ns)) for low, high in self._rollouts]
+        return sum(high - low for low, high in inside if high > low)
 
     def _lay_run(self, run: StepRun | Cell, inside: list[Piece], stint: int, pace: Pace) -> list[Piece]:
         """The run's time: what spans claim, then in what is left the waits for data, the steps, and what stalled."""
@@ -417,11 +455,12 @@ class Timeline:
             data_ns = _free_ns(_split(inside, run.begin_ns, run.begin_ns + data_ns)[1])
         step_ns = free_ns - data_ns
         stall_ns = 0
+        own_ns = max(step_ns - self._played_ns(run), 0)
         if count <= 1:
             count = 1
-            stall_ns = pace.stalled_ns(step_ns, self._rule)
+            stall_ns = pace.stalled_ns(own_ns, self._rule)
         if step_ns or count > 1 or self.first_step is not None:  # else nobody saw when the first one began
-            pace.add(step_ns // count, count)
+            pace.add(own_ns // count, count)
         first, next = run.first, run.next
         if next < first:
             next = first
@@ -436,6 +475,11 @@ class Timeline:
         if stall_ns:
             pieces.append(_piece((stalled, end, Loop.STALL, -1, 0, 0)))
         return pieces
+
+    def settle(self) -> None:
+        """No more records will come: judge what had to wait for more."""
+        if self.unroll is None and self._pace.steps >= LEAST_KNOWN:
+            self._stalls.judge(self.loop, self.stints, self._pace)
 
     # --- looking ---
 
@@ -452,18 +496,20 @@ class Timeline:
 
     def look(self, until_ns: int, alive: bool) -> "Look":
         """The whole timeline up to `until_ns`: the settled part, and over it what the cell and open spans tell."""
+        if not alive:
+            self.settle()
         look = Look(self._warm_init(), self.loop, [], list(self._pending))
         if until_ns > self._at:
             look.tail.append(Piece(self._at, until_ns, self._winner))
         cell, floor = self.cell, self._floor
-        if cell is None or (cell.since_ns < 0 and not cell.count):
+        if cell is None or (cell.since_ns == -1 and not cell.count):
             return look
         pace = self._pace.copy()
         if cell.count and floor <= cell.begin_ns and cell.end_ns <= until_ns:
             before, inside, look.tail = _split(look.tail, cell.begin_ns, cell.end_ns)
             look.open_run = before + self._lay_run(cell, inside, self._stint_of(cell), pace)
             floor = cell.end_ns
-        if cell.since_ns >= 0 and floor <= until_ns:
+        if (cell.since_ns >= 0 or cell.since_ns == BETWEEN) and floor <= until_ns:
             look.open_run += self._lay_open_step(cell, floor, look.tail, until_ns, alive, pace)
             look.tail = []
         return look
@@ -491,8 +537,8 @@ class Timeline:
         if not self.loop.sums or self.unroll is not None:
             return self.init
         if not self.first_step_ns and self.first_step is not None and self.first_step[0] == self.first_step[1]:
-            return self._with_first_step(self._pace.typical_ns)
-        warming = self._pace.stalled_ns(self.first_step_ns, self._rule)
+            return self._with_first_step(max(self._pace.typical_ns, self._stalls.first_step_ns(self.stints[0].first)))
+        warming = self._pace.stalled_ns(self.first_step_ns - self._first_played_ns, self._rule)
         if not warming:
             return self.init
         pieces = []
@@ -535,7 +581,8 @@ class Timeline:
         self, cell: Cell, floor: int, pending: list[Piece], until_ns: int, alive: bool, pace: Pace
     ) -> list[Piece]:
         """The step under way: its wait for data, then the step itself, cut short if the process is dead."""
-        since = min(max(cell.since_ns, floor), until_ns) if cell.since_ns > 0 else until_ns
+        begun = cell.end_ns if cell.since_ns == BETWEEN else cell.since_ns
+        since = min(max(begun, floor), until_ns) if begun > 0 else until_ns
         before, waiting, stepping = _split(pending, floor, since)
         pieces = before + _fill(waiting, [(Activity.DATA_WAIT, _free_ns(waiting))], -1, 0, 0)
         free_ns = _free_ns(stepping)

@@ -71,7 +71,8 @@ class RankView:
             if piece.begin_ns < end_ns and piece.end_ns > begin_ns:
                 _add(sums, self._key(piece.what, Part.INIT), cut(piece, begin_ns, end_ns))
         offset = self.member.offset_ns
-        begin, end = begin_ns - offset, min(end_ns, self.end_ns) - offset
+        # Time before a process became this program, by `exec`, belongs to the program before.
+        begin, end = max(begin_ns, self.member.begin_ns) - offset, min(end_ns, self.end_ns) - offset
         for pieces, part in self._parts:
             for piece in pieces:
                 if piece.begin_ns < end and piece.end_ns > begin:
@@ -90,7 +91,8 @@ class RankView:
         drawn += [(p, offset, part) for pieces, part in self._parts[1:] for p in pieces]
         result = []
         for piece, shift, part in drawn:
-            low, high = max(piece.begin_ns + shift, begin), min(piece.end_ns + shift, end)
+            first = max(begin, self.member.begin_ns) if shift else begin
+            low, high = max(piece.begin_ns + shift, first), min(piece.end_ns + shift, end)
             if low >= high:
                 continue
             if piece.what is not Loop.STEP:
@@ -164,7 +166,7 @@ class RankView:
     def _key(self, what: str, part: Part) -> Key:
         if self.member.is_launcher:
             return UNATTRIBUTED
-        return _bucket(what, part, self.attempt.number == 0, self.is_last)
+        return _bucket(what, part, self.attempt.is_first, self.is_last)
 
     def _add_piece(self, sums: Sums, piece: Piece, part: Part) -> None:
         if piece.what is Loop.STEP:

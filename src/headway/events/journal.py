@@ -41,6 +41,10 @@ _RETRY_NS = 1_000_000_000
 _SEARCH_BYTES = 64 << 20
 
 
+BETWEEN = -2
+"""In `Cell.since_ns`: a step is done, and nobody has asked for the data of the next one."""
+
+
 @dataclass(slots=True)
 class Cell:
     """Where the training loop stands: the run of like steps so far, and the step that is under way."""
@@ -55,7 +59,8 @@ class Cell:
     """Waits for data inside the run."""
     count: int
     since_ns: int
-    """When the step under way got its data; 0 while it waits for it, -1 outside the loop."""
+    """When the step under way got its data; 0 while it waits for it, -1 outside the loop, `BETWEEN` after a step, as
+    long as no data was asked for."""
 
 
 class Writer:

@@ -161,6 +161,10 @@ class Span:
         recorder = self._recorder
         recorder._append(_pack_end(_END, kind is not None, self._span, recorder.now_ns()))
 
+    def end(self, at_ns: int) -> None:
+        """End it at a moment that may have passed."""
+        self._recorder._append(_pack_end(_END, False, self._span, at_ns))
+
 
 class StepMeter:
     """Turns the two instants of every step (data arrived, step done) into the step cell and runs of like steps.
@@ -185,17 +189,21 @@ class StepMeter:
         self._undo = (0, 0, 0, 0)
         self._spans = 0
 
-    def open(self, first: int | None = None, batch_size: int | None = None, at_ns: int | None = None) -> int:
+    def open(
+        self, first: int | None = None, batch_size: int | None = None, at_ns: int | None = None,
+        after_warm_up: bool = False,
+    ) -> int:  # fmt: skip
         """A loop begins, at step `first` (by default after the last one). Returns the number of its first step.
 
-        `at_ns` is for who recognises a loop only some time after it began, and then tells of its steps by `step`.
+        `at_ns` is for loops that are recognised only some time after they began; their steps are told by `step`.
+        `after_warm_up`: what came before was no training.
         """
         self.close()
         now = self._now() if at_ns is None else at_ns
         self._flags = 0 if at_ns is None else WAITS_ANYWHERE
         first = self._next if first is None else int(first)  # JSON has no words for an array library's integers
         batch_size = None if batch_size is None else int(batch_size)
-        self._recorder.record(LoopBegin(t_ns=now, first=first, batch_size=batch_size))
+        self._recorder.record(LoopBegin(t_ns=now, first=first, batch_size=batch_size, after_warm_up=after_warm_up))
         if not self._count or first != self._next:  # else the last run found no space, and goes on
             self._first = first
             self._begin = self._end = now

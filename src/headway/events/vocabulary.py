@@ -54,6 +54,7 @@ class Activity(StrEnum):
     DATA_SKIP = "data_skip"
     EVALUATION = "evaluation"
     PUBLISH = "publish"
+    LEFT_OUT = "left_out"
 
 
 class Told(StrEnum):
@@ -115,6 +116,9 @@ class Told(StrEnum):
     it. A publisher says `running` as it begins, then `published`, `rejected` or `failed`; nothing if it is killed.
     `accelerators` and `device` are the trainer's."""
 
+
+ROLLOUT = "rollout"
+"""A span in which the trained model collects experience to train on: part of its steps, and shown apart."""
 
 KNOWN_NAMES = {activity.value: number for number, activity in enumerate(Activity, 1)}
 """Numbers that need no `Name` record. They are part of the format: new activities go to the end of `Activity`."""
@@ -254,6 +258,8 @@ class ProcessEnd:
     error: str | None = None
     """Type and text of the exception that ended it; None after a clean run."""
     category: str | None = None
+    done: bool = False
+    """Whether the program said that its work is done: then it does not matter how the process ends."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -295,6 +301,8 @@ class LoopBegin:
     """Counted from the process's own start where it cannot know at which step it resumed."""
     batch_size: int | None = None
     """Samples a step takes on this rank, where known."""
+    after_warm_up: bool = False
+    """Whether all that came before only warmed up: then the start-up lasts until the first step of this loop."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -307,6 +315,10 @@ class Saved:
     path: str = ""
     file: str = ""
     """Names the file itself, whatever path leads to it; readers only compare it."""
+    content: str = ""
+    """Names the state itself, however it was stored; readers only compare it."""
+    durable: bool = True
+    """False for a state that was only copied: training may go on from it, but nothing says that it survives."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -316,9 +328,11 @@ class Restored:
     KIND: ClassVar[int] = 38
     t_ns: int
     step: int | None
-    """None where something was loaded, and only what was saved to `path` or as `file` can tell which step it holds."""
+    """None where something was loaded, and only what was saved as `content`, to `path` or as `file` can tell which step
+    it holds."""
     path: str = ""
     file: str = ""
+    content: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

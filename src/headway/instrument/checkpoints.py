@@ -4,12 +4,17 @@ A file counts as a checkpoint if it holds at least half as many numbers as the o
 besides (losses, samples) says nothing about its work being safe.
 """
 
+import hashlib
 import os
+import struct
 from typing import TYPE_CHECKING, Any
 
 from headway.events.recorder import Span
 from headway.events.vocabulary import Activity, Saved, clean_text
-from headway.instrument.patches import around
+from headway.instrument.loop import Tracker
+from headway.instrument.modes import holds
+from headway.instrument.past import Load
+from headway.instrument.patches import around, looks_like
 
 if TYPE_CHECKING:
     from headway.instrument.session import Session
@@ -19,6 +24,12 @@ BACKGROUND = "checkpoint_background"
 
 MOST_LOOKED_AT = 10_000
 """Of what is saved, no more things than these are looked at."""
+
+MOST_PARTS = 32
+"""So many parts of what is saved are looked at for the model's state."""
+
+LOOKED_AT = 64
+"""To know a state again, so many of its tensors are looked at, and so many numbers of each."""
 
 LOADING = "loading"
 """Loading after the first step: whether it is data or a checkpoint shows only when it is done."""
@@ -65,25 +76,111 @@ def _dcp_saver(session: "Session", module: Any) -> None:
 
 
 def _dcp_loader(session: "Session", module: Any) -> None:
-    _loads(session, module, "load", ("state_dict",), lambda *args, **kwargs: _dcp_place(kwargs, "storage_reader"))
+    taken = lambda *args, **kwargs: _dcp_place(kwargs, "storage_reader")  # noqa: E731
+    _loads(session, module, "load", ("state_dict",), taken, fills=True)
 
 
 def _loaded_into(class_name: str) -> Any:
-    """Filling a model or an optimizer is part of a restore only if something was loaded: the weights of a target
-    network, or an average, are copied the same way."""
+    """Hooks the filling of models or optimizers. It counts as a restore only if something was loaded: the weights of a
+    target network, or an average, are copied the same way."""
 
     def hook(session: "Session", module: Any) -> None:
         patch = session.patch(getattr(module, class_name), "load_state_dict", ("self", "state_dict"))
         if patch is None:
             return
 
-        def begins(*args: Any, **kwargs: Any) -> Span | None:
-            loaded = session.tracker is not None and session.tracker.loads
-            return session.begins(Activity.CHECKPOINT_RESTORE) if loaded else None
+        def begins(filled: Any, state_dict: Any, *args: Any, **kwargs: Any) -> tuple[Span | None, Any, Any]:
+            loaded = session.tracker is not None and session.tracker.past.loads
+            return session.begins(Activity.CHECKPOINT_RESTORE) if loaded else None, filled, state_dict
 
-        patch.put(around(patch, begins, lambda span, result, error: session.ends(span, error is not None)))
+        def ends(token: tuple[Span | None, Any, Any], result: Any, error: BaseException | None) -> None:
+            span, filled, state = token
+            session.ends(span, error is not None)
+            if error is None and session.tracker is not None and not session.tracker.is_retired:
+                _was_filled(session.tracker, filled, state)
+
+        patch.put(around(patch, begins, ends))
 
     return hook
+
+
+def _was_filled(tracker: Tracker, filled: Any, state: Any) -> None:
+    """Training may go on from what was loaded, if it went into what is trained."""
+    lead = tracker.lead
+    if hasattr(filled, "param_groups"):
+        if lead is not None and filled is not lead:
+            return
+        tracker.past.filled(optimizer=filled)
+    elif lead is None or holds(filled, lead):
+        tracker.past.filled(content_of(state, anywhere=True))
+
+
+def _states(session: "Session", module: Any) -> None:
+    """Hooks the copying of a model's state: however a program stores it, it is known again by what is in it."""
+    patch = session.patch(module.Module, "state_dict", ("self",))
+    if patch is None:
+        return
+    original, spent = patch.original, Spent()
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original(self, *args, **kwargs)
+        if not args and kwargs.get("destination") is None and patch.state == "on":  # else it is a part's
+            try:
+                _was_copied(session, self, state, spent)
+            except Exception as error:  # measuring must not stop the job: the hook is switched off, and that is told
+                patch.failed(error)
+        return state
+
+    looks_like(state_dict, original)
+    state_dict.__headway__ = patch  # type: ignore[attr-defined]
+    patch.put(state_dict)
+
+
+class Spent:
+    """Keeps what is looked at below a fiftieth of the time: some programs copy their state at every step."""
+
+    def __init__(self) -> None:
+        self._next_ns = -1
+
+    def may_look(self, now_ns: int) -> bool:
+        return now_ns >= self._next_ns
+
+    def looked(self, began_ns: int, now_ns: int) -> None:
+        is_first = self._next_ns < 0  # it took its time to warm up
+        self._next_ns = 0 if is_first else now_ns + 50 * (now_ns - began_ns)
+
+
+def _was_copied(session: "Session", module: Any, state: Any, spent: Spent) -> None:
+    tracker, recorder = session.tracker, session.recorder
+    if tracker is None or tracker.is_retired or recorder is None or not spent.may_look(began_ns := recorder.now_ns()):
+        return
+    lead, steps = tracker.lead, tracker.steps_done if session.has_trained else 0
+    content = content_of(state) if lead is None or holds(module, lead) else ""
+    if content and tracker.past.had(content, steps) and session.has_trained:
+        recorder.record(Saved(t_ns=began_ns, step=steps, content=content, durable=False))
+    spent.looked(began_ns, recorder.now_ns())
+
+
+def content_of(state: Any, anywhere: bool = False) -> str:
+    """Return a short name for the values in a state: equal states have equal names. Empty if there is nothing to tell
+    by. A few numbers of each tensor are looked at; those of a device only with `anywhere`, since that waits for it."""
+    tensors = [each for value in state.values() if (each := _plain(value, anywhere)) is not None]
+    name = hashlib.blake2b(digest_size=8)
+    for tensor in tensors[:: -(-len(tensors) // LOOKED_AT) or 1]:
+        count = tensor.numel()
+        some = tensor.view(-1)[:: -(-count // LOOKED_AT)] if tensor.is_contiguous() else tensor[:1].reshape(-1)[:8]
+        numbers = some.double().tolist()
+        name.update(struct.pack(f"{len(numbers)}d", *numbers))
+    return name.hexdigest() if tensors else ""
+
+
+def _plain(value: Any, anywhere: bool) -> Any:
+    """The tensor that a value is on this rank, if its numbers can be looked at without asking other ranks."""
+    local = getattr(value, "_local_tensor", value)
+    if type(local).__name__ not in ("Tensor", "Parameter") or not local.numel() or not local.is_floating_point():
+        return None
+    is_here = local.device.type == "cpu" or (anywhere and local.device.type != "meta")
+    return local.detach() if is_here else None
 
 
 def _lightning(session: "Session", module: Any) -> None:
@@ -112,7 +209,7 @@ def _transformers(session: "Session", module: Any) -> None:
         return checkpoint
 
     _saves(session, module.Trainer, "_save_checkpoint", ("self", "model", "trial"), saved)
-    _loads(session, module.Trainer, "_load_from_checkpoint", ("self", "resume_from_checkpoint"), loaded)
+    _loads(session, module.Trainer, "_load_from_checkpoint", ("self", "resume_from_checkpoint"), loaded, fills=True)
     _loads(session, module.Trainer, "_load_optimizer_and_scheduler", ("self", "checkpoint"), loaded)
 
 
@@ -124,7 +221,7 @@ def _accelerate(session: "Session", module: Any) -> None:
         return input_dir
 
     _saves(session, module.Accelerator, "save_state", ("self", "output_dir"), saved)
-    _loads(session, module.Accelerator, "load_state", ("self", "input_dir"), loaded)
+    _loads(session, module.Accelerator, "load_state", ("self", "input_dir"), loaded, fills=True)
 
 
 def _dcp_state(session: "Session", module: Any) -> None:
@@ -142,10 +239,15 @@ def _dcp_state(session: "Session", module: Any) -> None:
     patch.put(around(patch, begins, ends))
 
 
+def _module(session: "Session", module: Any) -> None:
+    _states(session, module)
+    _loaded_into("Module")(session, module)
+
+
 MODULES = {
     "torch.distributed.checkpoint.state_dict": _dcp_state,
     "torch.serialization": _torch_files,
-    "torch.nn.modules.module": _loaded_into("Module"),
+    "torch.nn.modules.module": _module,
     "torch.optim.optimizer": _loaded_into("Optimizer"),
     "torch.distributed.checkpoint.state_dict_saver": _dcp_saver,
     "torch.distributed.checkpoint.state_dict_loader": _dcp_loader,
@@ -180,13 +282,16 @@ def _saves(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
         span, steps, (what, where) = token
         session.ends(span, error is not None)
         if span is not None and error is None and steps > 0 and (what is None or _holds_model(session, what)):
-            tell_saved(session, steps, place(where) or place(result))
+            tell_saved(session, steps, place(where) or place(result), content_of(_largest_state(what), anywhere=True))
 
     patch.put(around(patch, begins, ends))
 
 
-def _loads(session: "Session", owner: Any, name: str, expected: tuple[str, ...], taken: Any) -> None:
-    """Hooks a function that loads; `taken(*args)` gives where from. What a dataset loads is data."""
+def _loads(
+    session: "Session", owner: Any, name: str, expected: tuple[str, ...], taken: Any, fills: bool = False
+) -> None:
+    """Hooks a function that loads; `taken(*args)` gives where from. What a dataset loads is data. `fills`: the model
+    has it when the function returns."""
     patch = session.patch(owner, name, expected)
     if patch is None:
         return
@@ -212,8 +317,7 @@ def _loads(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
             recorder.period(activity, began_ns, recorder.now_ns())
         if path and not is_data:
             # Where a checkpoint is a folder, a script may load its files one by one.
-            loads = dict([*tracker.loads, _known(os.path.dirname(path)), _known(path)])
-            tracker.loads = list(loads.items())[-16:]
+            tracker.past.loaded(*(Load(*_known(each), fills=fills) for each in (os.path.dirname(path), path)))
 
     patch.put(around(patch, begins, ends))
 
@@ -223,12 +327,21 @@ def _is_checkpoint(session: "Session", what: Any, path: str) -> bool:
     return path in _saved or (isinstance(what, dict) and _holds_model(session, what))
 
 
-def tell_saved(session: "Session", steps: int, path: str) -> None:
+def tell_saved(session: "Session", steps: int, path: str, content: str = "") -> None:
     """A checkpoint that holds so many steps is safely stored."""
     recorder = session.recorder
     if recorder is not None:
         _saved.add(path)
-        recorder.record(Saved(t_ns=recorder.now_ns(), step=steps, path=clean_text(path), file=identity(path)))
+        told = Saved(t_ns=recorder.now_ns(), step=steps, path=clean_text(path), file=identity(path), content=content)
+        recorder.record(told)
+
+
+def _largest_state(what: Any, depth: int = 3) -> dict[Any, Any]:
+    """The dictionary with most numbers directly in it, of those that something is made of: the model's state."""
+    if not isinstance(what, dict):
+        return {}
+    parts = [_largest_state(part, depth - 1) for part in list(what.values())[:MOST_PARTS]] if depth else []
+    return max([what, *parts], key=lambda part: sum(each.numel() for each in part.values() if hasattr(each, "numel")))
 
 
 def _known(path: str) -> tuple[str, str]:

@@ -8,14 +8,13 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from threading import get_ident
+from threading import current_thread, get_ident, main_thread
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from headway import run as runs
 from headway.events.recorder import Span
 from headway.events.vocabulary import Activity, Told
-from headway.instrument import checkpoints, collectives, compilation, distributed, faststart, patches
+from headway.instrument import by_hand, checkpoints, collectives, compilation, distributed, faststart, modes, patches
 from headway.instrument.devices import DeviceWaits
 from headway.instrument.frameworks import ray
 from headway.instrument.loop import Loader, Pass
@@ -95,9 +94,11 @@ def install(session: "Session") -> None:
         "cloudpickle.cloudpickle": _unpickled,
         "ray.cloudpickle.cloudpickle": _unpickled,
         "torch.optim.optimizer": _optimizers,
+        "torch.amp.grad_scaler": _scalers,
         "torch.nn.modules.module": _modules,
     }
-    for table in (own, checkpoints.MODULES, compilation.MODULES, distributed.MODULES, collectives.MODULES, ray.MODULES):
+    rooms = (by_hand, checkpoints, compilation, distributed, collectives, modes, ray)
+    for table in (own, *(room.MODULES for room in rooms)):
         for name, hook in table.items():
             session.watch.call_for(name, _careful(session, name, partial(hook, session)))
     faststart.install(session)
@@ -159,10 +160,9 @@ def _time(session: "Session", entries: Timed) -> Callable[[Any], None]:
 
 def _torch(session: "Session", torch: Any) -> None:
     patches.torch = torch
-    enabled = torch.is_grad_enabled
-    session.is_evaluating = lambda: not enabled()
+    session.gradients_on = torch.is_grad_enabled
     if session.tracker is not None:
-        session.tracker.is_evaluating = session.is_evaluating
+        session.tracker.gradients_on = session.gradients_on
 
 
 def _device(session: "Session", module: Any) -> None:
@@ -218,18 +218,17 @@ def _loaders(session: "Session", loader_class: Any, iterator_class: Any) -> None
             if error is None and isinstance(iterator, iterator_class):
                 setattr(iterator, ways, way)
             else:
-                session.tracker.exhausted(way, way.began_ns)
+                session.tracker.exhausted(way, way.began_ns, way.thread)
 
     whole.put(around(whole, begins, ready))
     original, failed = patch.original, patch.failed
 
     def __next__(self: Any) -> Any:  # noqa: N807
-        tracker = session.tracker
-        if tracker is None or ways not in self.__dict__ or patch.state != "on" or get_ident() in tracker.asking:
+        tracker, way, thread = session.tracker, self.__dict__.get(ways), get_ident()
+        if tracker is None or way is None or patch.state != "on" or thread in tracker.asking:
             return original(self)
-        way = self.__dict__[ways]
         try:
-            asked = tracker.fetching(way)
+            asked = tracker.fetching(way, thread)
         except Exception as error:  # measuring must not stop the job: the hook is switched off, and that is journaled
             failed(error)
             return original(self)
@@ -237,12 +236,12 @@ def _loaders(session: "Session", loader_class: Any, iterator_class: Any) -> None
             batch = original(self)
         except BaseException:
             try:
-                tracker.exhausted(way, asked)
+                tracker.exhausted(way, asked, thread)
             except Exception as error:  # as above
                 failed(error)
             raise
         try:
-            tracker.fetched(way, asked)
+            tracker.fetched(way, asked, thread)
             if session.awaits_batch:
                 session.came(batch)
         except Exception as error:  # as above
@@ -251,6 +250,25 @@ def _loaders(session: "Session", loader_class: Any, iterator_class: Any) -> None
 
     __next__.__headway__ = patch  # type: ignore[attr-defined]
     patch.put(__next__)
+
+
+def watch_queues(session: "Session") -> None:
+    """Count waits at queues as waits for data: a thread of the program's fetches the batches."""
+    module = sys.modules.get("queue")
+    patch = session.patch(module.Queue, "get", ("self", "block")) if module is not None else None
+    if patch is None:
+        return
+
+    def waits(*args: Any, **kwargs: Any) -> int:
+        recorder = session.recorder
+        return recorder.now_ns() if recorder is not None else 0
+
+    def waited(began_ns: int, result: Any, error: BaseException | None) -> None:
+        tracker, recorder = session.tracker, session.recorder
+        if tracker is not None and recorder is not None and began_ns and get_ident() == tracker.thread:
+            tracker.waited(recorder.now_ns() - began_ns)
+
+    patch.put(around(patch, waits, waited))
 
 
 def _timed_init(original: Any) -> Any:
@@ -334,19 +352,46 @@ def _optimizers(session: "Session", module: Any) -> None:
         return
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if session.ignores_steps:
-            return
-        tracker = session.tracker
-        if tracker is not None and session.has_trained:
-            tracker.stepped(optimizer)
-            return
-        tracker = session.trains()  # in a child that seemed to be a helper, too
-        look_at_device(session, optimizer)
-        tracker.stepped(optimizer)
-        session.first_step_done()
+        try:
+            tracker = session.tracker
+            if session.ignores_steps:
+                return
+            if tracker is not None and session.has_trained and not session.on_optimizer:
+                tracker.stepped(optimizer)
+            elif _has_gradients(optimizer):
+                _first_step(session, optimizer)
+        except Exception as error:  # measuring must not stop the job: the hook is switched off, and that is journaled
+            patch.failed(error)
 
+    stepped._torchdynamo_disable = True  # type: ignore[attr-defined]  # not for compiled code to look into
     patch.state = "on"
-    patch.handle = module.register_optimizer_step_post_hook(guarded(patch, stepped))
+    patch.handle = module.register_optimizer_step_post_hook(stepped)
+
+
+def _first_step(session: "Session", optimizer: Any) -> None:
+    calls, session.on_optimizer = session.on_optimizer, []
+    for call in calls:
+        call()
+    tracker = session.trains()  # in a child that seemed to be a helper, too
+    look_at_device(session, optimizer)
+    tracker.stepped(optimizer)
+    session.first_step_done()
+
+
+def _scalers(session: "Session", module: Any) -> None:
+    """A step that a gradient scaler skips is no batch that was left out."""
+    if patch := session.patch(module.GradScaler, "update", ("self",)):
+
+        def updated(token: Any, result: Any, error: BaseException | None) -> None:
+            if session.tracker is not None:
+                session.tracker.skipped()
+
+        patch.put(around(patch, lambda *args, **kwargs: None, updated))
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    """Whether a step can have changed anything: some programs step once to have the optimizer make its state."""
+    return any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
 
 
 def look_at_device(session: "Session", optimizer: Any) -> None:
@@ -403,7 +448,6 @@ def _modules(session: "Session", module: Any) -> None:
         patch.state = "on"
         patch.handle = module.register_module_parameter_registration_hook(guarded(patch, registered))
         session.on_first_step.append(patch.undo)  # what is built later is none of the start-up
-    _evaluation_mode(session, Module)
 
 
 def _outermost_init(frame: Any, base: type) -> Any:
@@ -419,56 +463,30 @@ def _outermost_init(frame: Any, base: type) -> Any:
     return found
 
 
-def _evaluation_mode(session: "Session", base: Any) -> None:
-    """A model that goes to evaluation and back to training, without a step in between, has evaluated.
-
-    `train` calls itself for every submodule, so it is looked at only while somebody waits for it.
-    """
-    to_eval, to_train = session.patch(base, "eval", ("self",)), session.patch(base, "train", ("self", "mode"))
-    if to_eval is None or to_train is None:
-        return
-
-    def goes(self: Any) -> Any:
-        return self
-
-    def evaluates(model: Any, result: Any, error: BaseException | None) -> None:
-        if session.tracker is not None and not session.is_open(Activity.EVALUATION):
-            session.tracker.to_evaluation_mode(model)
-            if to_train.state == "off":
-                to_train.put(watcher)  # unless somebody else has put something there
-
-    def trains(model: Any, mode: bool = True) -> Any:
-        return model if mode else None
-
-    def trained(model: Any, result: Any, error: BaseException | None) -> None:
-        tracker = session.tracker
-        if tracker is None or not tracker.evaluating or (model is not None and tracker.to_training_mode(model)):
-            to_train.undo()
-
-    watcher = around(to_train, trains, trained)
-    to_eval.put(around(to_eval, goes, evaluates))
-
-
 # --- the end -------------------------------------------------------------------------------------------------------
 
 
 def _exits(session: "Session") -> None:
-    """`os._exit` calls no exit handlers, and `multiprocessing` ends its forked children by it. A spawned child's first
-    function ends it by `sys.exit`, where its status can be seen and nowhere else."""
+    """`os._exit` calls no exit handlers, and `multiprocessing` ends its forked children by it. `sys.exit` is the only
+    place where a process can see its own status. A program may catch it and go on: then the next step takes it back."""
 
     def leaves(status: int = 0) -> None:
         if session.run is not None:
             session.run.leave(status)
 
     def ends(status: Any = None) -> None:
-        caller = sys._getframe(2).f_code
-        if session.run is not None and caller.co_name == "spawn_main" and isinstance(status, int):
-            session.run.status = status
+        if session.run is None:
+            return
+        if sys._getframe(2).f_code.co_name == "spawn_main":
+            session.run.status = status if isinstance(status, int) else session.run.status
+        elif status and current_thread() is main_thread():
+            steps = session.tracker.steps_done if session.tracker is not None else 0
+            session.exits = (status if isinstance(status, int) else 1, steps)
 
     def nothing(token: Any, result: Any, error: BaseException | None) -> None:
         pass
 
     if patch := session.patch(os, "_exit"):
         patch.put(around(patch, leaves, nothing))
-    if runs.may_be_helper() and (patch := session.patch(sys, "exit")):
+    if patch := session.patch(sys, "exit"):
         patch.put(around(patch, ends, nothing))

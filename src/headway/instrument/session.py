@@ -12,7 +12,7 @@ from headway.events.recorder import Recorder, Span
 from headway.events.vocabulary import STAGES, Activity, Told
 from headway.instrument.checkpoints import LOADING
 from headway.instrument.faststart import Imports
-from headway.instrument.hooks import install
+from headway.instrument.hooks import install, watch_queues
 from headway.instrument.imports import ImportWatch
 from headway.instrument.loop import Tracker
 from headway.instrument.patches import Patch, around, guarded, parameters, say
@@ -30,17 +30,21 @@ class Session:
         self.run: runs.Run | None = None
         self.recorder: Recorder | None = None
         self.tracker: Tracker | None = None
-        self.is_evaluating: Callable[[], bool] = lambda: False
+        self.gradients_on: Callable[[], bool] = lambda: True
         self.datasets: Patch | None = None
         self.imports: Imports | None = None
         """Set where packages are to be imported ahead."""
         self.has_trained = False
         """Whether this process has made a step, whatever number that has: after a restore, not the first."""
         self.on_first_step: list[Callable[[], None]] = []
+        self.on_optimizer: list[Callable[[], None]] = []
+        """Called when an optimizer of torch's steps for the first time."""
         self.on_leave: list[Callable[[], None]] = []
         self._open = threading.local()
         self._stacks: dict[int, list[tuple[str, Span]]] = {}
         self._joined_ns = 0
+        self.exits: tuple[int, int] | None = None
+        """The status that the program wants to end with, and how many steps it had done by then."""
         self.ignores_steps = 0
         """Above 0 while an optimizer steps that trains nothing."""
         self.awaits_batch = False
@@ -69,7 +73,8 @@ class Session:
         if self.recorder is None:
             run = runs.join_unasked(self.watch.began_ns, self.waited)
             self.run, self.recorder, self._joined_ns = run, run.recorder, run.recorder.now_ns()
-            self.tracker = Tracker(run.recorder, self.is_evaluating)
+            self.tracker = Tracker(run.recorder, self.gradients_on)
+            self.tracker.on_fetch_elsewhere = lambda: watch_queues(self)
             run.leaving.append(self._leave)
             for name, begin_ns, end_ns in self.watch.early:
                 run.recorder.period(Activity.IMPORTS, begin_ns, end_ns, module=name)
@@ -92,6 +97,10 @@ class Session:
         self._stacks.clear()
 
     def _leave(self) -> None:
+        if self.exits is not None and self.run is not None:
+            status, steps = self.exits
+            if self.tracker is None or self.tracker.steps_done == steps:
+                self.run.status = status
         if self.tracker is not None:
             self.tracker.finish()
         for call in self.on_leave:

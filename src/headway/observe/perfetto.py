@@ -119,7 +119,7 @@ class _Drawing:
         for attempt in self._ledger.attempts:
             begin, end = attempt.attempt.begin_ns, attempt.attempt.end_ns
             args = {"outcome": attempt.outcome, "world_size": attempt.attempt.world_size}
-            ranks = {"critical_rank": attempt.critical_rank, "slowest_rank": attempt.slowest_rank}
+            ranks = {"critical_rank": attempt.critical_rank, "slowest_rank": attempt.held_up_by}
             self._slice(pid, tid, attempt_title(attempt), begin, end, args | ranks, "grey")
         tid = self._thread(pid, "events")
         for moment in moments(self._ledger):

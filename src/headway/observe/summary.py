@@ -39,6 +39,7 @@ def summary(
         "ledger": {str(key): seconds(ns) for key, ns in buckets.items()},
         "stages": {stage: seconds(ns) for stage, ns in by_stage(sums).items()},
         "startups": [_startup(ledger, each, rank) for each in _starts(ledger, attempt, longest=not rank_ledgers)],
+        "rollout_s": seconds(ledger.rollout_ns),
         "unattributed_s": seconds(buckets[Bucket.UNATTRIBUTED]),
         "steps": {
             "new": round(steps[Bucket.TRAINING_EFFECTIVE], 3),
@@ -78,7 +79,7 @@ def _attempt(ledger: Ledger, account: AttemptLedger) -> dict[str, Any]:
         "first_step": stints[0].first if stints else None,
         "next_step": stints[-1].next if stints else None,
         "critical_rank": account.critical_rank,
-        "slowest_rank": account.slowest_rank,
+        "slowest_rank": account.held_up_by,
         "error": _error(account),
         "ledger": _shown(account.sums),
     }

@@ -132,6 +132,9 @@ def _groups(report: dict[str, Any]) -> Table:
             share = f"{100 * total / (report['wall_s'] or 1):.1f}%"
             detail = _parts((bucket, s) for bucket, s in parts.items() if s)
             table.add_row(Text(name, "bold"), duration(total), share, detail)
+    if report["rollout_s"]:
+        share = f"{100 * report['rollout_s'] / (report['wall_s'] or 1):.1f}%"
+        table.add_row(Text("rollouts", "bold"), duration(report["rollout_s"]), share, Text("part of the steps", "dim"))
     stages = sorted(((name, s) for name, s in report["stages"].items() if s >= 0.0005), key=lambda item: -item[1])
     if stages:
         detail = Flow(_item(name, s) for name, s in stages)

@@ -178,14 +178,15 @@ class Rank:
         meter.begin()
         self.clock.advance(after)
 
-    def saved(self, step: int, *, path: str = "", file: str = "") -> "Rank":
-        """A checkpoint of all steps before `step` is committed."""
-        self.recorder.record(Saved(t_ns=self.clock.now_ns(), step=step, path=path, file=file))
+    def saved(self, step: int, **known_by: Any) -> "Rank":
+        """A checkpoint of all steps before `step` is committed; other words are fields of `Saved`."""
+        self.recorder.record(Saved(t_ns=self.clock.now_ns(), step=step, **known_by))
         return self
 
-    def restored(self, step: int | None, *, path: str = "", file: str = "") -> "Rank":
-        """Training will go on at `step`; without one, at whichever the file that is loaded holds."""
-        self.recorder.record(Restored(t_ns=self.clock.now_ns(), step=step, path=path, file=file))
+    def restored(self, step: int | None, **known_by: str) -> "Rank":
+        """Training will go on at `step`; without one, at the step that what is loaded holds. Other words are fields of
+        `Restored`."""
+        self.recorder.record(Restored(t_ns=self.clock.now_ns(), step=step, **known_by))
         return self
 
     def handed_over(self, id: str, step: int, **told: Any) -> "Rank":
