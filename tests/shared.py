@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import secrets
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,3 +24,22 @@ def once(name: str, start: Callable[[], str]) -> str:
         if not path.exists():
             path.write_text(start())
         return path.read_text()
+
+
+def free_port() -> int:
+    """A port that nobody has. The kernel gives those below 32768 to nobody by itself, and no other test gets this one,
+    so it is still free when it is used."""
+    with open(folder() / "ports", "a+") as given:
+        fcntl.flock(given, fcntl.LOCK_EX)
+        given.seek(0)
+        taken = given.read().split()
+        while True:
+            port = 10_000 + secrets.randbelow(22_000)
+            with socket.socket() as probe:
+                try:
+                    probe.bind(("", port))
+                except OSError:
+                    continue
+            if str(port) not in taken:
+                print(port, file=given)
+                return port

@@ -55,23 +55,23 @@ def train_step(batch):
 def test_the_code_in_the_readme_runs(home: Path) -> None:
     saving, starting, saying = python_blocks((ROOT / "README.md").read_text())
     given = "build = dict\nloader = range(50)\ntrain_step = lambda model, batch: None\n"
-    subprocess.run([sys.executable, "-c", given + saying], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", given + saying], check=True, timeout=120)
     assert list(home.rglob("*.hwj"))
-    subprocess.run([sys.executable, "-c", TRAINING + saving], check=True, timeout=60, cwd=home)
+    subprocess.run([sys.executable, "-c", TRAINING + saving], check=True, timeout=120, cwd=home)
     assert (home / "checkpoints").is_dir()
-    subprocess.run([sys.executable, "-c", "import headway\n" + starting], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", "import headway\n" + starting], check=True, timeout=120)
 
 
 def test_the_stages_in_the_guide_run(home: Path) -> None:
     stages = python_blocks((ROOT / "docs" / "start-fast.md").read_text())[0]
-    said = subprocess.run([sys.executable, "-c", stages], check=True, timeout=60, capture_output=True, text=True)
+    said = subprocess.run([sys.executable, "-c", stages], check=True, timeout=120, capture_output=True, text=True)
     assert said.stdout == "torch.Size([4, 1])\n"
 
 
 def test_the_code_in_the_reference_runs(home: Path, tmp_path: Path) -> None:
     script, story = python_blocks(REFERENCE)
     given = "loader = range(50)\n"
-    subprocess.run([sys.executable, "-c", given + script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", given + script], check=True, timeout=120)
     names: dict[str, object] = {}
     exec(story, names)
     names["test_my_dashboard_shows_a_failure"](tmp_path / "story")  # type: ignore[operator]

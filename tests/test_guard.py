@@ -20,7 +20,9 @@ HERE = Path(__file__).parent
 DAEMON = '''
 import os, signal, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-if os.fork():
+if child := os.fork():
+    while not os.path.exists(f"{HERE}/daemon-{child}"):  # else pytest could end before the daemon is there
+        time.sleep(0.01)
     os._exit(0)
 os.setsid()
 open(f"{HERE}/daemon-{os.getpid()}", "w").close()
@@ -44,7 +46,7 @@ def test_signals_are_not_ignored():
 def start(folder: Path, workers: str, sleeps: str = "", *before: str) -> subprocess.Popen[bytes]:
     (folder / "test_sleepers.py").write_text(SLEEPERS)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-n", workers, "."]
-    environ = {**os.environ, "PYTHONPATH": str(TESTS), "SLEEPS": sleeps}
+    environ = {**os.environ, "PYTHONPATH": str(TESTS), "SLEEPS": sleeps, "TESTS_GRACE_S": "60"}
     for name in [name for name in environ if name.startswith("PYTEST_")]:
         del environ[name]
     return subprocess.Popen([*before, *command], cwd=folder, env=environ, stdout=subprocess.DEVNULL)
@@ -55,7 +57,7 @@ def daemon_of(folder: Path) -> int:
 
 
 def eventually(what: Callable[[], list[Path]]) -> list[Path]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (found := what()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -74,12 +76,12 @@ def test_a_signal_ends_pytest_and_all_it_started(tmp_path: Path, number: signal.
     with start(tmp_path, workers, sleeps="1") as pytest_run:
         daemon = daemon_of(tmp_path)
         pytest_run.send_signal(number)
-        assert pytest_run.wait(60) == 128 + number
+        assert pytest_run.wait(200) == 128 + number
     assert not Path(f"/proc/{daemon}").exists()
     assert (tmp_path / "torn-down").exists()
 
 
 def test_a_run_in_the_background_tests_signals_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with start(tmp_path, "2", "", "nohup", "sh", "-c", 'trap "" INT; exec "$@"', "sh") as pytest_run:
-        assert pytest_run.wait(60) == 0
+        assert pytest_run.wait(200) == 0
     assert not Path(f"/proc/{daemon_of(tmp_path)}").exists()

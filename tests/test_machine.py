@@ -119,7 +119,7 @@ def test_a_command_is_asked_without_a_pipe_that_a_forked_data_worker_could_hold(
         raise AssertionError("a process that is forked now would hold its end")
 
     monkeypatch.setattr(os, "pipe", no_pipe)
-    answer = answer_of(["sh", "-c", "echo $WORD; echo no >&2; exit 3"], 10, {**os.environ, "WORD": "yes"})
+    answer = answer_of(["sh", "-c", "echo $WORD; echo no >&2; exit 3"], 120, {**os.environ, "WORD": "yes"})
     assert answer is not None
     assert (answer.stdout, answer.stderr, answer.returncode) == ("yes\n", "no\n", 3)
 
@@ -138,6 +138,6 @@ def test_memory_can_be_had_where_python_does_not_know_of_it(monkeypatch: pytest.
         assert not os.get_inheritable(fd)
     finally:
         os.close(fd)
-    answer = answer_of(["echo", "yes"], 10)
+    answer = answer_of(["echo", "yes"], 120)
     assert answer is not None
     assert answer.stdout == "yes\n"

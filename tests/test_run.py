@@ -182,7 +182,7 @@ def test_the_journal_of_a_spooled_job_reaches_its_home(home: Path) -> None:
     script(home, LOOP, HEADWAY_JOB="spooled", HEADWAY_SPOOL=str(home / "spool"), HEADWAY_NODE="n1")
     import time
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not list((home / "jobs").rglob("*.hwn")) or told("spooled")["state"] != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -49,7 +49,7 @@ class _Forward(BaseHTTPRequestHandler):
         else:
             if fault == "slow":
                 line.over.wait(0.3)
-            connection = http.client.HTTPConnection(line.server, timeout=60)
+            connection = http.client.HTTPConnection(line.server, timeout=120)
             with contextlib.closing(connection):
                 connection.request(self.command, self.path, body, dict(self.headers))
                 told = connection.getresponse()

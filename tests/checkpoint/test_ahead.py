@@ -99,7 +99,7 @@ def test_where_everything_is_can_be_read_without_torch(root: Path, home: Path) -
         "import sys; from headway.checkpoint import read_ahead; a = read_ahead(sys.argv[1]).wait();"
         "assert a.tag and not a.problem, a.problem; assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code, root], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, root], check=True, timeout=120)
 
 
 # --- files of a disk -------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_what_was_read_ahead_is_what_is_restored_and_nothing_of_it_stays(root: P
     save(root, 1, 2)
     ahead = read_ahead(root)
     assert restore(root, ahead) == (2, "disk", shard(root, 2).stat().st_size)
-    assert not readers()
+    wait_for(lambda: not readers())
     assert ahead.take(shard(root, 2).name) is None
     assert str(root) not in Path("/proc/self/maps").read_text()
 
@@ -261,16 +261,16 @@ def test_a_wait_that_is_cancelled_ends_the_reading(store: str, line: Line, monke
         except Cancelled as error:
             caught.append(error)
 
-    monkeypatch.setattr("headway.checkpoint.ahead._PART_BYTES", 1000)
+    monkeypatch.setattr("headway.checkpoint.ahead._PART_BYTES", 100)
     line.fault = lambda method, path: "slow" if ".distcp" in path else None
     thread = threading.Thread(target=stage)
     thread.start()
     wait_for(lambda: shards_asked_for(line) > 1)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Cancelled))
-    thread.join(60)
+    thread.join(120)
     assert caught
     wait_for(lambda: not readers())
-    assert shards_asked_for(line) < 100, "of 130"
+    assert shards_asked_for(line) < 1000, "of 1300"
 
 
 READS = "import sys; from headway.checkpoint import read_ahead; read_ahead(sys.argv[1]).wait()"
@@ -286,7 +286,7 @@ def test_a_process_that_is_ended_while_it_reads_leaves_nothing(
     with subprocess.Popen([sys.executable, "-c", READS, store], text=True, env=environ) as process:
         wait_for(lambda: shards_asked_for(line), process)
         process.send_signal(number)
-        assert process.wait(60) == -number
+        assert process.wait(120) == -number
     assert not list((tmp_path / "scratch").iterdir())
     assert not keepers(store)
     line.fault = lambda method, path: None

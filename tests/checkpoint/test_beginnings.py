@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trainers
 from file_systems import mounted
-from keeping import end_keepers, halted, keeper, keepers
+from keeping import end_keepers, halted, keeper, keeper_with_clock, keepers
 from torch import nn
 from trainers import Obedient, Orders, folder_of, has, wait_for
 
@@ -84,41 +84,42 @@ def test_what_was_deleted_does_not_come_back_from_memory_nor_does_what_came_afte
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keepers hold memory for a second only."""
-    code = "import headway.checkpoint.keeper as keeper; keeper.LINGER_S = 1; keeper.main()"
-    monkeypatch.setattr("headway.checkpoint.link._KEEPER", code)
+def later(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Once this file is there, keepers have held memory for long enough."""
+    monkeypatch.setattr("headway.checkpoint.link._KEEPER", keeper_with_clock(home / "later"))
+    return home / "later"
 
 
 @pytest.fixture
-def abandoned(root: Path, home: Path, impatient: None) -> Path:
-    """A root whose trainer left step 3 in memory, which is held for a second."""
+def abandoned(root: Path, home: Path, later: Path) -> Path:
+    """A root whose trainer left step 3 in memory, which is held until it is later."""
     trainer = Orders(str(root), {})
     hold_step_3(trainer)
     trainer.checkpointer.__exit__(RuntimeError)
     return root
 
 
-def test_a_keeper_that_follows_a_killed_one_stores_what_only_memory_has(
-    root: Path, home: Path, impatient: None
-) -> None:
+def test_a_keeper_that_follows_a_killed_one_stores_what_only_memory_has(root: Path, home: Path, later: Path) -> None:
     trainer = Orders(str(root), {})
     hold_step_3(trainer)
     end_keepers(root)
     keeper(root)
     trainer.checkpointer._writer.arenas()  # the new keeper has answered, so it has heard of step 3
     trainer.checkpointer.__exit__(RuntimeError)
+    later.touch()
     wait_for(lambda: not keepers(root))
     assert has(folder_of(root, 3), 3)
 
 
-def test_what_only_memory_has_is_stored_before_the_memory_goes(abandoned: Path) -> None:
+def test_what_only_memory_has_is_stored_before_the_memory_goes(abandoned: Path, later: Path) -> None:
+    later.touch()
     wait_for(lambda: not keepers(abandoned))
     assert has(folder_of(abandoned, 3), 3)
 
 
-def test_what_only_memory_has_is_not_stored_if_what_came_before_it_was_deleted(abandoned: Path) -> None:
+def test_what_only_memory_has_is_not_stored_if_what_came_before_it_was_deleted(abandoned: Path, later: Path) -> None:
     delete(folder_of(abandoned, 2))
+    later.touch()
     wait_for(lambda: not keepers(abandoned))
     assert not (folder_of(abandoned, 3) / ".metadata").exists()
     assert not folder_of(abandoned, 2).exists()
@@ -128,6 +129,7 @@ def test_what_only_memory_has_is_stored_before_a_supervisor_ends(
     root: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADWAY_BOARD", str(home / "board"))
+    monkeypatch.setattr("headway.checkpoint.guard._ANSWER_S", trainers.PATIENCE_S)
     with Guard(str(home), lambda text: None):
         in_memory_alone(root, home)
     assert has(folder_of(root, 3), 3)
@@ -187,7 +189,7 @@ def test_a_root_that_another_job_took_meanwhile_is_refused(
 def test_a_stopped_keeper_is_named_and_not_waited_for_without_end(
     root: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headway.checkpoint.link.UP_S", 2.0)
+    monkeypatch.setattr("headway.checkpoint.link.UP_S", 6.0)
     monkeypatch.setattr("headway.checkpoint.link.SLOW_S", 0.1)
     with Obedient(root, home) as trainer:
         trainer.train(1)
@@ -202,14 +204,16 @@ def test_a_stopped_keeper_is_named_and_not_waited_for_without_end(
 def test_a_store_that_takes_its_time_at_the_start_is_told_of(
     root: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    told: list[str] = []
+
     def slowly(storage: Storage) -> None:
-        time.sleep(1)
+        wait_for(lambda: told.append(capsys.readouterr().err) or "waiting for" in "".join(told))
 
     monkeypatch.setattr("headway.checkpoint.link.SLOW_S", 0.1)
     monkeypatch.setattr("headway.checkpoint.stager.holder", slowly)
     with Checkpointer(root, model=nn.Linear(2, 2), interval=None):
         pass
-    assert f"headway: waiting for {root} to answer …" in capsys.readouterr().err
+    assert f"headway: waiting for {root} to answer …" in "".join(told)
 
 
 def test_a_checkpoint_that_lost_its_commit_marker_is_told_of(root: Path, home: Path) -> None:

@@ -169,7 +169,8 @@ def strike_at_random(crew: Crew, instants: dict[str, int]) -> None:
     finally:
         crew.stop()
     crew.watch.look()
-    wait_for(lambda: (found := newest(crew.root)) and (crew.root / "latest").read_text() == found.name)
+    latest = crew.root / "latest"  # it comes after the commit
+    wait_for(lambda: (found := newest(crew.root)) and latest.exists() and latest.read_text() == found.name)
 
 
 class Supervised(Crew):

@@ -371,7 +371,7 @@ def test_what_was_given_to_the_loader_holds_for_the_rest_of_an_epoch() -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(
             Numbers(), 2, shuffle=True, num_workers=1, collate_fn=_worker_says, worker_init_fn=_initialised,
-            multiprocessing_context="fork", prefetch_factor=3, timeout=60, persistent_workers=True,
+            multiprocessing_context="fork", prefetch_factor=3, timeout=120, persistent_workers=True,
         )  # fmt: skip
 
     first = Resumable(build())

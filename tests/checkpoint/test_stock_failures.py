@@ -426,8 +426,9 @@ def test_what_was_committed_is_left_when_trainer_keeper_and_uploader_are_killed_
         trainer.train(1)
         trainer.save(1)
         assert trainer.wait() == ""
-        doomed = [uploader(root), keeper(root), trainer.process.pid]
-        with halted(doomed[0]), suppress(ProcessLookupError):  # who is killed may take others along
+        # In this order: a trainer that lives would start another keeper, and a keeper another uploader.
+        doomed = [trainer.process.pid, keeper(root), uploader(root)]
+        with halted(doomed[-1]), suppress(ProcessLookupError):  # the uploader goes with its keeper
             trainer.train(2)
             trainer.save(2)
             for pid in doomed:
@@ -450,7 +451,8 @@ def test_what_was_saved_through_torch_before_the_trainer_was_killed_is_committed
 
 
 def save_by_torch_alone_and_die(path: str) -> None:
-    dcp.async_save({"model": state_at(1, **LARGE)}, checkpoint_id=path)
+    writer = SlowDisk(Path(path), threading.Event())  # else it may be faster than the kill
+    dcp.async_save({"model": state_at(1)}, storage_writer=writer, no_dist=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

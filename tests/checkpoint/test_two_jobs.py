@@ -48,9 +48,9 @@ def owner(session: str, job: str = "", pid: int | None = None, boot: str = "anot
 # --- whoever comes second --------------------------------------------------------------------------------------------
 
 
-def train(root: str, notes: Path, patience_s: float = 15.0) -> None:
-    """Saves every step, and says what it was told."""
-    link.HANDOVER_S = patience_s
+def train(root: str, notes: Path, patience_s: float = 15.0, die_after: int = -1) -> None:
+    """Saves every step, and says what it was told. Dies after a step, when nothing is being saved."""
+    link.HANDOVER_S, link.SLOW_S = patience_s, trainers.PATIENCE_S  # a slow machine is nothing to be told of
     tell = Notes(notes)
     model = Counting(**SMALL)
     try:
@@ -66,6 +66,8 @@ def train(root: str, notes: Path, patience_s: float = 15.0) -> None:
         step += 1
         checkpointer.save(step, wait=True)
         tell.add("saved", step)
+        if step == die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def saves_on(process: Process, notes: Notes) -> int:
@@ -89,7 +91,7 @@ def test_a_second_job_is_refused_and_the_first_goes_on(root: Path, home: Path) -
         assert "Choose another folder" in told
         step = saves_on(alive, first)
     finally:
-        os.kill(alive.pid or 0, signal.SIGKILL)
+        alive.kill()
         alive.join()
     found = newest(root)
     assert found
@@ -100,16 +102,15 @@ def test_a_second_job_is_refused_and_the_first_goes_on(root: Path, home: Path) -
 
 def test_after_a_kill_another_job_takes_over_at_once_and_hears_of_nothing(root: Path, home: Path) -> None:
     first, second = Notes(home / "first"), Notes(home / "second")
-    killed = fork(train, home, str(root), first.path, HEADWAY_JOB="alpha")
-    saves_on(killed, first)
-    os.kill(killed.pid or 0, signal.SIGKILL)
-    killed.join()
+    killed = fork(train, home, str(root), first.path, 15.0, 2, HEADWAY_JOB="alpha")
+    killed.join(trainers.PATIENCE_S)
+    assert killed.exitcode == -signal.SIGKILL
     (home / "said").unlink()
     follows = fork(train, home, str(root), second.path, HEADWAY_JOB="beta")
     try:
         saves_on(follows, second)
     finally:
-        os.kill(follows.pid or 0, signal.SIGKILL)
+        follows.kill()
         follows.join()
     assert second.read("restored")[0][0] >= first.read("saved")[-1][0]
     assert second.read("refused") == []
@@ -237,7 +238,7 @@ def test_a_job_that_was_taken_over_from_commits_no_more(root: Path) -> None:
         found = newest(root)
         assert found
         assert found.step == 10
-        wait_for(lambda: storage.read(LATEST) == b"step-00000010")
+        wait_for(lambda: LATEST in storage.names() and storage.read(LATEST) == b"step-00000010")
     told = holder(storage)
     assert told
     assert told.session == "beta"

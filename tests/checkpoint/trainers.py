@@ -246,6 +246,8 @@ class Orders:
         assert self.save_ is not None
         try:
             assert self.save_.wait(PATIENCE_S), "it took too long"
+            # It is committed. The keeper knows that only when the uploader has tidied up as well.
+            assert self.checkpointer._writer.wait(PATIENCE_S), "tidying up took too long"
         except SaveFailed as error:
             return str(error)
         return ""
@@ -276,19 +278,23 @@ class Notes:
         os.write(file, f"{what} {step} {rank} {os.getpid()} {more}\n".encode())
         os.close(file)
 
+    def lines(self) -> list[str]:
+        """The notes that are complete: of one that is being written, a reader may see the beginning."""
+        text = self.path.read_text() if self.path.exists() else ""
+        return text[: text.rfind("\n") + 1].splitlines()
+
     def read(self, *kinds: str, since: int = 0) -> list[tuple[int, int]]:
         """Step and rank of all notes of these kinds, or of any, in order, but for the first so many notes."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        words = (line.split(maxsplit=4) for line in lines[since:])
+        words = (line.split(maxsplit=4) for line in self.lines()[since:])
         return [(int(step), int(rank)) for what, step, rank, *_ in words if what in kinds or not kinds]
 
     def last_pid(self) -> int:
         """Who has restored last."""
-        return next(int(line.split()[3]) for line in reversed(self.path.read_text().splitlines()) if "restored" in line)
+        return next(int(line.split()[3]) for line in reversed(self.lines()) if "restored" in line)
 
     def last_pids(self, ranks: int) -> list[int]:
         """The processes that have restored last, one of each rank."""
-        lines = [line.split() for line in self.path.read_text().splitlines() if line.startswith("restored")]
+        lines = [line.split() for line in self.lines() if line.startswith("restored")]
         return [int(next(words[3] for words in reversed(lines) if words[2] == str(rank))) for rank in range(ranks)]
 
     def highest(self, kind: str, rank: int, since: int = 0) -> int:

@@ -270,7 +270,7 @@ def test_a_disk_that_refuses_is_an_error_without_a_trace(root: Path, tmp_path: P
 def test_listing_imports_no_torch(home: Path) -> None:
     script = "import sys; from headway.cli import main; main(['cache', 'ls'], standalone_mode=False)"
     script += "; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "False"
 
 

@@ -57,7 +57,7 @@ def words(store: Store) -> tuple[str, ...]:
 def a_job(name: str, marks: str) -> None:
     """Runs a program that is a job, and marks what it is told to."""
     program = f"import headway\nrun = headway.current()\n{marks}\n"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "HEADWAY_JOB": name})
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env={**os.environ, "HEADWAY_JOB": name})
 
 
 def test_kernels_that_cost_most_come_first_with_how_few_configs_do(store: Store) -> None:
@@ -171,5 +171,5 @@ def test_a_damaged_table_is_named_and_the_others_are_used(home: Path, store: Sto
 def test_no_torch_is_needed(store: Store) -> None:
     program = "import sys; sys.modules['torch'] = None; from headway.cli import main; main()"
     command = [sys.executable, "-c", program, "compile", "autotune", *words(store)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

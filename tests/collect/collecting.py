@@ -18,7 +18,7 @@ from headway.events.vocabulary import Mark, Process, ProcessGone, Record
 from headway.paths import JobPaths
 
 HERE = Path(__file__).parent
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Child:

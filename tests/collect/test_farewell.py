@@ -40,7 +40,7 @@ def test_a_process_that_leaves_can_bring_its_journal_itself(
 ) -> None:
     child = begin().tell("steps 300").tell("mark last").tell("finish")
     written = Follower(spool.journal(child.name)).poll().records
-    assert deliver_once(spool.journal(child.name), home_folder, "job") is None
+    assert deliver_once(spool.journal(child.name), home_folder, "job", timeout_s=120) is None
     reading = read(job)
     assert reading.told(child.name) == written
     assert reading.reader.alive() == set()
@@ -60,7 +60,7 @@ def test_what_the_collector_brings_as_well_counts_once(
     if first == "the collector":
         collector.collect()
         reading.poll()
-    assert deliver_once(spool.journal(child.name), home_folder, "job") is None
+    assert deliver_once(spool.journal(child.name), home_folder, "job", timeout_s=120) is None
     reading.poll()
     collector.collect()
     assert reading.poll().told(child.name) == read(job).told(child.name) == written

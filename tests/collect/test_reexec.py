@@ -16,6 +16,16 @@ from headway.paths import JobPaths
 
 TWICE = """
 import os, sys, time, headway
+from pathlib import Path
+from headway.events.clock import start_ticks
+from headway.paths import JobPaths
+
+def pause():  # until the collector has told that this process lives, if so asked
+    nodes = JobPaths(Path(os.environ["HEADWAY_HOME"]), "twice").nodes
+    name = f"-{os.getpid()}-{start_ticks(os.getpid())}{'-2' * again}".encode()
+    while os.environ.get("PAUSE") and not any(name in told.read_bytes() for told in nodes.glob("*.hwp")):
+        time.sleep(0.05)
+
 again = len(sys.argv) > 1
 run = headway.current()
 for step, batch in run.steps(range(20), start=10 * again):
@@ -23,10 +33,10 @@ for step, batch in run.steps(range(20), start=10 * again):
     if step == 9:
         run.checkpoint_saved()
 if not again:
-    time.sleep(float(os.environ.get("PAUSE", "0")))
+    pause()
     os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
 run.checkpoint_saved()
-time.sleep(float(os.environ.get("PAUSE", "0")))
+pause()
 """
 
 
@@ -60,7 +70,7 @@ def test_a_script_that_executes_itself_again_is_two_processes(home: Path) -> Non
     check_report()
 
 
-@pytest.mark.parametrize("pause", ["0", "3"], ids=["in one batch", "in several"])
+@pytest.mark.parametrize("pause", ["", "1"], ids=["in one batch", "in several"])
 def test_its_collector_sees_the_first_end_when_the_second_begins(home: Path, spool: JobPaths, pause: str) -> None:
     run_twice(home, HEADWAY_SPOOL=str(home / "spool"), PAUSE=pause)
     job = JobPaths(home, "twice")
@@ -70,4 +80,4 @@ def test_its_collector_sees_the_first_end_when_the_second_begins(home: Path, spo
     first, second = sorted(reading.records)
     gone = [record.t_ns for record in reading.gone(first)]
     assert gone in ([], [reading.told(second)[0].t_ns])
-    assert gone or pause == "0"
+    assert gone or not pause

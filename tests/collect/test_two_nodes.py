@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,8 @@ class Node:
         """All its processes are gone at once, the collector among them."""
         pids = self.pids
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended since it was listed
+                os.kill(pid, signal.SIGKILL)
         for rank in self.ranks:
             rank.wait()
         for pid in pids:
@@ -114,9 +116,10 @@ def test_when_a_node_dies_all_that_was_delivered_is_accounted_for(
     for rank in survivor.ranks:
         assert rank.wait() == 1
     survived = survivor.written()
-    (collector,) = survivor.pids
-    os.kill(collector, signal.SIGTERM)
-    wait_for_end(collector)
+    for collector in survivor.pids:  # on a busy machine it may have left by itself
+        with suppress(ProcessLookupError):
+            os.kill(collector, signal.SIGTERM)
+        wait_for_end(collector)
 
     final = read(job)
     for name, records in survived.items():

@@ -152,10 +152,18 @@ def test_several_saves_of_one_process_all_load(tmp_path: Path) -> None:
     assert found["losses"] == cold["losses"]
 
 
+def has_all(store: Path) -> bool:
+    """Whether both passes are saved: torch writes this entry when it has compiled the backward pass, too. On a busy
+    machine that takes so long that the forward pass is saved before."""
+    saved = Store(str(store)) if store.exists() else None
+    names = [name for key in saved.stored() for name in saved.load(key).members] if saved else []
+    return any(name.startswith("file/aotautograd/") for name in names)
+
+
 def test_it_is_saved_while_training_goes_on_so_that_a_kill_loses_nothing(tmp_path: Path) -> None:
     process = Machine(tmp_path / "one").start(store=str(tmp_path / "store"), lingers=250)
     end = time.monotonic() + 240
-    while not list((tmp_path / "store").rglob("*.bundle")):
+    while not has_all(tmp_path / "store"):
         assert time.monotonic() < end
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.1)
@@ -177,11 +185,13 @@ def test_what_is_compiled_during_a_save_is_saved_at_the_end(tmp_path: Path, monk
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("headway.compile.caches.made", made)
     monkeypatch.setattr("headway.compile.session.QUIET_S", 0)
+    for limit in ("WAIT_S", "EXIT_S"):  # a busy machine takes longer
+        monkeypatch.setattr(f"headway.compile.session.{limit}", 100.0)
     where = Where(keys=tmp_path / "keys", mirror=tmp_path / "mirror", hashes=tmp_path / "hashes", began=time.time())
     session = Session(str(tmp_path / "store"), lambda: {"program": "it"}, Place(), where, lambda **_: None)
     session.before_compile()
     session.after_compile()
-    assert saving.wait(60)
+    assert saving.wait(120)
     session.finish()
     assert {"file/one", "file/two"} <= Store(str(tmp_path / "store")).load(session.key).members.keys()
 

@@ -188,7 +188,7 @@ except Exception as error:
     print(type(error).__name__, error)
 """
     command = [sys.executable, "-c", script, str(mine.folder), str(mine.sign(b"x"))]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert told.startswith("Refused signatures need the package cryptography")
     assert "pip install 'headway[cache]'" in told
 

@@ -10,12 +10,16 @@ from headway.events.journal import Follower, Writer
 from headway.events.vocabulary import Mark, encode
 
 RECORDS = 60_000
+PART = 8_000
 
 
-def write_fast(path: Path, how: str) -> None:
+def write_fast(path: Path, how: str, polls: "multiprocessing.synchronize.Semaphore") -> None:
+    """Waits after each part for one poll, so that it is not done before a reader that was stopped goes on."""
     write_as(how)
     writer = Writer(path)
     for n in range(RECORDS):
+        if n and n % PART == 0:
+            assert polls.acquire(timeout=120)
         writer.append(encode(Mark(t_ns=n, name="x" * (n % 30), attrs={"n": n})))
         for at in range(4 * n, 4 * n + 4):
             writer.cell.write(at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6)
@@ -25,7 +29,9 @@ def write_fast(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", HOW_TO_WRITE)
 def test_a_follower_sees_each_record_once_and_no_torn_cell(tmp_path: Path, how: str) -> None:
     path = tmp_path / "live.hwj"
-    process = multiprocessing.get_context("spawn").Process(target=write_fast, args=(path, how), daemon=True)
+    spawn = multiprocessing.get_context("spawn")
+    met = spawn.Semaphore(0)
+    process = spawn.Process(target=write_fast, args=(path, how, met), daemon=True)
     process.start()
     while not path.exists():
         process.join(0.001)
@@ -36,7 +42,9 @@ def test_a_follower_sees_each_record_once_and_no_torn_cell(tmp_path: Path, how: 
         assert batch.problems == []
         assert numbers(batch.records) == list(range(seen, seen + len(batch.records)))
         seen += len(batch.records)
-        polls += bool(batch.records)
+        if batch.records:
+            polls += 1
+            met.release()
         if batch.cell:
             cell = batch.cell
             at = cell.first

@@ -108,7 +108,7 @@ def raise_from_a_handler(path: Path, how: str) -> None:
             interrupted += 1
     last = threading.Thread(target=writer.append, args=(encode(Mark(t_ns=0, name="m", attrs={"n": -1})),), daemon=True)
     last.start()
-    last.join(30)
+    last.join(100)
     assert not last.is_alive(), "an interrupted append left the lock behind"
     batch = read(path)
     assert batch.problems == []
@@ -228,7 +228,7 @@ def fork_while_others_write(path: Path) -> None:
     for thread in threads:
         thread.start()
     for _ in range(50):
-        signal.alarm(60)
+        signal.alarm(100)
         assert by_os_fork(child) == 0
     stop.set()
     for thread in threads:

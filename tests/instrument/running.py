@@ -72,7 +72,7 @@ def python(*words: str, path: str = "", environ: Mapping[str, str] | None = None
 
 def witnessed(home: Path) -> list[tuple[Process, list[Record]]]:
     """Each launcher of a home's jobs and what follows in its journal, when no witness is at work any more."""
-    wait_for(lambda: not any(map(is_being_written, home.rglob("launcher-*.hwj"))))
+    wait_for(lambda: (paths := list(home.rglob("launcher-*.hwj"))) and all(map(_is_complete, paths)))
     found = []
     for path in sorted(home.rglob("launcher-*.hwj")):
         first, *others = Follower(path).poll().records
@@ -81,9 +81,15 @@ def witnessed(home: Path) -> list[tuple[Process, list[Record]]]:
     return found
 
 
+def _is_complete(launcher: Path) -> bool:
+    """Whether the command's end is told. A journal is there before its witness has locked it: the lock does not say."""
+    records = Follower(launcher).poll().records
+    is_told = bool(records) and isinstance(records[-1], ProcessGone) and not records[-1].name
+    return is_told and not is_being_written(launcher)
+
+
 def end_of(home: Path) -> ProcessGone:
     """How the one command of this home ended."""
-    wait_for(lambda: list(home.rglob("launcher-*.hwj")))
     ((_, others),) = witnessed(home)
     (gone,) = others
     assert isinstance(gone, ProcessGone)

@@ -44,6 +44,11 @@ def train(model, optimizer, batch, pause=0.0):
     optimizer.step()
     optimizer.zero_grad()
     time.sleep(pause)
+
+def queued_s():
+    "How long this thread has waited for a core: so far apart may two looks at a clock be."
+    with open("/proc/thread-self/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
 """
 
 
@@ -143,7 +148,7 @@ def test_every_phase_of_a_plain_program_is_seen(home: Path) -> None:
                     time.sleep(0.1)
             with watch("save"):
                 torch.save({"model": model.state_dict()}, "model.pt")
-        print(json.dumps(spent))
+        print(json.dumps(spent | {"queued": queued_s()}))
         time.sleep(0.3)
         """,
     )
@@ -158,7 +163,7 @@ def test_every_phase_of_a_plain_program_is_seen(home: Path) -> None:
         (done.buckets["waste.evaluation"], "evaluation"),
         (done.buckets["waste.checkpoint_blocking"] + done.buckets["shutdown.final_checkpoint"], "save"),
     ):
-        assert found == pytest.approx(spent[what], rel=0.25, abs=0.1), what
+        assert found == pytest.approx(spent[what], abs=max(0.25 * spent[what], 0.1) + spent["queued"]), what
     assert done.buckets["waste.checkpoint_blocking"] > 0
     assert done.buckets["shutdown.teardown"] > 0.3
     assert sum(done.buckets.values()) == pytest.approx(done.report["wall_s"], abs=1e-6)
@@ -218,14 +223,14 @@ def test_a_backward_that_is_compiled_when_first_used_is_compilation_cold_and_war
             began = time.monotonic()
             train(model, optimizer, batch)
             if not optimizer.state_dict().get("seen"):
-                print(time.monotonic() - began)
+                print(time.monotonic() - began, queued_s())
                 optimizer.state_dict = lambda: {"seen": True}
         """
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(home / "cache")}
     for _ in ("an empty cache", "a full one"):
         done = measured(home, text, cold=True, **cache)
-        first = float(done.out.split()[0])
-        assert done.buckets["start.pt2_compilation"] > 0.8 * first
+        first, queued_s = map(float, done.out.split()[:2])
+        assert done.buckets["start.pt2_compilation"] > 0.8 * first - queued_s
         assert done.steps == 10
 
 
@@ -426,15 +431,17 @@ def test_waits_for_a_thread_that_fetches_are_waits_for_data(home: Path) -> None:
         home,
         """
         import queue, threading
-        batches = queue.Queue(maxsize=1)
+        batches, asked = queue.Queue(maxsize=1), threading.Semaphore(0)
         def fetch():
             for (batch,) in data():
+                asked.acquire()  # else it is done before it is asked, where training takes long
                 time.sleep(0.1)
                 batches.put(batch)
         threading.Thread(target=fetch).start()
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(10):
+            asked.release()
             train(model, optimizer, batches.get())
         """,
     )
@@ -480,14 +487,16 @@ def test_a_save_in_the_background_blocks_only_as_long_as_it_is_staged(home: Path
             if number == 4:
                 began = time.monotonic()
                 future = dcp.async_save({"model": model.state_dict()}, storage_writer=Slow("saved"))
-                print(time.monotonic() - began)
+                print(time.monotonic() - began, queued_s())
         future.result()
         dist.destroy_process_group()
         """,
     )
     (saved,) = done.saved
     assert saved.step == 5
-    assert done.buckets["waste.checkpoint_blocking"] == pytest.approx(float(done.out), rel=0.25, abs=0.1)
+    blocked_s, queued_s = map(float, done.out.split())
+    tolerance_s = max(0.25 * blocked_s, 0.1) + queued_s
+    assert done.buckets["waste.checkpoint_blocking"] == pytest.approx(blocked_s, abs=tolerance_s)
     assert done.stages["process_group_init"] > 0
 
 
@@ -566,8 +575,8 @@ def test_ranks_started_by_multiprocessing_are_ranks(home: Path) -> None:
         import torch.distributed as dist
         import torch.multiprocessing as mp
 
-        def work(rank, port):
-            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        def work(rank):
+            dist.init_process_group("gloo", f"file://{os.getcwd()}/meeting", rank=rank, world_size=2)
             model = nn.parallel.DistributedDataParallel(Net())
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             for (batch,) in data():
@@ -576,11 +585,7 @@ def test_ranks_started_by_multiprocessing_are_ranks(home: Path) -> None:
             dist.destroy_process_group()
 
         if __name__ == "__main__":
-            import socket
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", 0))
-                port = s.getsockname()[1]
-            mp.spawn(work, (port,), 2)
+            mp.spawn(work, (), 2)
         """,
     )
     assert [rank["rank"] for rank in done.report["ranks"]] == [0, 1]
@@ -596,14 +601,21 @@ def test_trainers_that_are_forked_are_ranks(home: Path) -> None:
         """
         import multiprocessing as mp
 
-        def work():
+        def meet(number, where):  # both live at the same time, however late one is
+            open(f"{where}-{number}", "w").close()
+            while not os.path.exists(f"{where}-{1 - number}"):
+                time.sleep(0.01)
+
+        def work(number):
+            meet(number, "begin")
             model = Net()
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             for (batch,) in data():
                 train(model, optimizer, batch, 0.05)
+            meet(number, "end")
 
         if __name__ == "__main__":
-            workers = [mp.get_context("fork").Process(target=work) for _ in range(2)]
+            workers = [mp.get_context("fork").Process(target=work, args=(number,)) for number in range(2)]
             for worker in workers:
                 worker.start()
             for worker in workers:
@@ -627,8 +639,11 @@ def test_torchrun_s_agent_is_no_rank_and_tells_of_its_restarts(home: Path) -> No
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             for number, (batch,) in enumerate(data()):
                 train(model, optimizer, batch, 0.02)
+                if number == 5:
+                    dist.barrier()  # both have made this step, before torchrun ends the other one
                 if number == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
                     os.kill(os.getpid(), 9)
+            dist.barrier()  # torch may abort in a rank whose peer has left first
             dist.destroy_process_group()
             """
         )

@@ -166,7 +166,7 @@ def test_the_report_works_on_an_imported_job(home: Path, tmp_path: Path) -> None
 
 
 def headway(*words: str, code: int = 0, errors: bool = False) -> str:
-    done = subprocess.run([sys.executable, "-m", "headway", *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "headway", *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     return done.stderr if code or errors else done.stdout
 

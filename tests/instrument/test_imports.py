@@ -313,5 +313,5 @@ print(os.waitpid(forking.child, 0)[1])
 
 
 def test_a_forked_child_forgets_the_threads_of_its_parent(home: Path) -> None:
-    write(home, {"forking": "import os\nchild = os.fork()\n", "slow": "import sys\nsys.go.wait(30)\n"})
+    write(home, {"forking": "import os\nchild = os.fork()\n", "slow": "import sys\nsys.go.wait(120)\n"})
     assert python("-c", FORKING, path=str(home)) == "0\n"

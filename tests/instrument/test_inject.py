@@ -28,7 +28,7 @@ def packages_of(target: Path) -> Path:
 def inject(*words: object, code: int = 0, headway: Path | None = None) -> str:
     environ = os.environ | ({"PYTHONPATH": str(headway)} if headway else {})
     command = [*HEADWAY, "inject", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 

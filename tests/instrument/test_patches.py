@@ -181,7 +181,7 @@ def test_the_doctor_finds_what_a_torch_has_changed(home: Path) -> None:
     files["utils/data/dataloader"] = "class DataLoader:\n    def __init__(self, other): pass\n"
     write(home / "torch", files)
     environ = os.environ | {"PYTHONPATH": str(home)}
-    done = subprocess.run([*HEADWAY, "doctor", "--json"], capture_output=True, text=True, env=environ, timeout=60)
+    done = subprocess.run([*HEADWAY, "doctor", "--json"], capture_output=True, text=True, env=environ, timeout=200)
     found = json.loads(done.stdout)
     assert done.returncode == 1
     assert found["torch"] == "9.9"

@@ -12,7 +12,9 @@ import pytest
 from supervising import TRAINER, descendants, report, start, trained, wait_for, zygotes
 
 WORDS = ["--nproc-per-node", "2", "--job", "battered", str(TRAINER)]
-SETTINGS = {"STEPS": "90", "STEP_S": "0.05", "FAULTS": "2:0@40=raise"}
+# Where an attempt hangs, it waits for its kill, however late that comes.
+FAULTS = "0:0@20=hang 1:0@35=hang 2:0@40=raise 3:0@60=hang"
+SETTINGS = {"STEPS": "90", "STEP_S": "0.05", "FAULTS": FAULTS}
 
 
 def reached(home: Path, attempt: int, steps: int) -> bool:

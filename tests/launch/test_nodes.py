@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from supervising import LONG_S, TRAINER, descendants, report, start, trained, wait_for
-from test_options import free_port
+
+from shared import free_port
 
 
 class Nodes:
@@ -16,7 +17,7 @@ class Nodes:
         self.home, self.settings = home, settings
         endpoint = f"127.0.0.1:{free_port()}"
         host, port = endpoint.split(":")
-        self.words = ["--nnodes", nnodes, "--nproc-per-node", "1", "--job", "j", "--hang-after", "6"]
+        self.words = ["--nnodes", nnodes, "--nproc-per-node", "1", "--job", "j", "--hang-after", "15"]
         self.words += ["--rdzv-backend", backend, "--rdzv-id", "j"]
         self.words += (
             ["--rdzv-endpoint", endpoint] if backend == "c10d" else ["--master-addr", host, "--master-port", port]
@@ -69,7 +70,7 @@ def test_a_failure_on_one_node_is_decided_once_and_both_restart(home: Path, back
 
 
 def test_a_node_that_dies_is_done_without_where_the_job_may_be_smaller(home: Path) -> None:
-    nodes = Nodes(home, "1:2", "c10d", STEPS="300", STEP_S="0.2")
+    nodes = Nodes(home, "1:2", "c10d", STEPS="600", STEP_S="0.2")
     try:
         first = nodes.start("a", 0)
         wait_for(lambda: listens(first.pid, nodes.words), first)  # it hosts the rendezvous

@@ -114,7 +114,7 @@ def test_a_poller_asks_until_there_is_a_notice_whatever_the_source_raises(capfd:
 
     poller = Poller(source, heard.append, every_s=0.001)
     poller.start()
-    poller.join(30)
+    poller.join(120)
     assert heard == [Notice("preempted")]
     assert capfd.readouterr().err.count("no route") == 1
 
@@ -123,7 +123,7 @@ def test_a_poller_that_nobody_needs_any_more_ends() -> None:
     poller = Poller(lambda: None, lambda notice: None, every_s=3600)
     poller.start()
     poller.stop()
-    poller.join(30)
+    poller.join(120)
     assert not poller.is_alive()
 
 

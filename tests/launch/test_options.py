@@ -15,6 +15,7 @@ from supervising import run as run_cold
 from headway.cli import main
 from headway.cli.run import FLAGS, head_of, parse, parser
 from headway.errors import InputError
+from shared import free_port
 
 run = partial(run_cold, cold=False)
 
@@ -28,12 +29,6 @@ told["name"] = __name__
 print("told " + json.dumps(told), flush=True)
 print("apple on stderr", file=sys.stderr, flush=True)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def told(text: str) -> list[dict]:  # type: ignore[type-arg]
@@ -142,7 +137,7 @@ def test_a_static_rendezvous(script: Path, home: Path) -> None:
 
 def test_a_c10d_rendezvous_with_its_options(script: Path, home: Path) -> None:
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "mine"]
-    code, out, err = run([*words, "--rdzv-conf", "timeout=60,join_timeout=30", "tell.py"], home)
+    code, out, err = run([*words, "--rdzv-conf", "timeout=120,join_timeout=100", "tell.py"], home)
     assert code == 0, err
     assert told(out)[0]["TORCHELASTIC_RUN_ID"] == "mine"
 

@@ -132,10 +132,12 @@ class Job:
         def is_settled() -> bool:
             state = self.state()
             standbys = [pid for pid in state["standbys"] if pid and pid not in besides]
+            found[:] = [state]
             return state["attempt"] >= attempt and state["ready"] and len(standbys) == 2
 
+        found: list[dict[str, Any]] = []
         until(is_settled)
-        return self.state()
+        return found[0]
 
     def family(self, attempt: int = 0) -> dict[str, int]:
         """The processes that the workers of this attempt have started."""
@@ -325,12 +327,21 @@ def test_twenty_crashes_leave_no_zombie_and_no_descriptor(start: Start) -> None:
         """
     )
     early = job.settled(2)
-    counts = [holdings(job.pid, early["zygote"])]
+    before = least_held(job.pid, early["zygote"])
     kill(early["workers"][1])
     late = job.settled(22)
     assert late["attempt"] == 22
     assert late["zygote"] == early["zygote"]
-    until(lambda: holdings(job.pid, late["zygote"]) == counts[0])
+    until(lambda: holdings(job.pid, late["zygote"]) == before)
+
+
+def least_held(supervisor: int, zygote: int) -> tuple[int, ...]:
+    """What both hold in the long run: now and then there is a zombie more, or the file that is being written."""
+    looks = []
+    for _ in range(20):
+        looks.append(holdings(supervisor, zygote))
+        time.sleep(0.02)
+    return tuple(map(min, zip(*looks, strict=True)))
 
 
 def holdings(supervisor: int, zygote: int) -> tuple[int, int, int, int]:
@@ -342,6 +353,7 @@ def holdings(supervisor: int, zygote: int) -> tuple[int, int, int, int]:
 
 TRAINER = """
 import json, os, subprocess, time
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -356,7 +368,9 @@ for step in range(10**6):
         with open(f"pids-{dist.get_rank()}-{os.environ['TORCHELASTIC_RESTART_COUNT']}", "w") as file:
             print(json.dumps(pids), file=file)
     time.sleep(0.01)
-    if os.path.exists("enough"):
+    enough = torch.tensor(float(os.path.exists("enough")))
+    dist.broadcast(enough, 0)  # each for itself, one could leave and the other go on
+    if enough:
         break
 dist.destroy_process_group()
 """
@@ -399,7 +413,7 @@ def test_a_job_that_loses_a_rank_and_then_its_supervisor_leaves_closed_journals(
     training.wait()
     journals = list((tmp_path / "home" / "jobs" / "j" / "journals").glob("*.hwj"))
     assert len(journals) >= 4 + 2
-    assert not any(map(is_being_written, journals))
+    until(lambda: not any(map(is_being_written, journals)))
 
 
 def test_a_job_that_ends_well_after_a_crash_leaves_no_temporary_file(
@@ -413,5 +427,6 @@ def test_a_job_that_ends_well_after_a_crash_leaves_no_temporary_file(
     assert not any(map(runs, second))
     left = {path.name for path in (tmp_path / "tmp").resolve().rglob("*") if "headway" in path.name}
     assert left == set()
-    numbers = {number for name in set(os.listdir("/dev/shm")) - shared for number in re.findall(r"\d+", name)}
+    # The first number of a name is that of its process; others may be anything, in files of other tests.
+    numbers = {number for name in set(os.listdir("/dev/shm")) - shared for number in re.findall(r"\d+", name)[:1]}
     assert not numbers & set(map(str, second))

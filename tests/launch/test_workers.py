@@ -302,11 +302,14 @@ ENDINGS = {
         1 / 0""",
     "hook_exits": "sys.excepthook = lambda *_: sys.exit(5); 1 / 0",
     "thread_goes_on": """
+        said = threading.Event()
         def late():
+            said.wait()
             time.sleep(0.2)
             print("late")
         threading.Thread(target=late).start()
-        print("early")""",
+        print("early")
+        said.set()""",
     "thread_raises": "threading.Thread(target=lambda: 1 / 0, name='t').start()",
     "fork_exits": """
         if not (child := os.fork()):
@@ -484,7 +487,7 @@ def test_a_module_beside_the_script_can_be_preloaded(folder: Path) -> None:
 
 def test_an_import_that_starts_a_thread_means_fresh_workers(folder: Path) -> None:
     (folder / "sibling.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=[9], daemon=True).start()"
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[600], daemon=True).start()"
     )
     warm, [note], _ = start(folder, preload="sibling")
     assert warm == [False]

@@ -36,8 +36,8 @@ def fail(kind: str) -> None:
     elif kind == "hang":
         time.sleep(1000)
     elif kind == "busy":
-        until = time.monotonic() + 3
-        while time.monotonic() < until:
+        until = time.monotonic() + 100
+        while "it gets more" not in Path("stderr").read_text() and time.monotonic() < until:
             pass
     elif kind == "disk":
         raise OSError(28, "No space left on device")
@@ -50,6 +50,14 @@ def fail(kind: str) -> None:
             traceback.print_exc()
     else:
         raise ValueError("a bad batch")
+
+
+def wait_for_all(attempt: str, step: int) -> None:
+    """Until every rank has written down that step: the failure could end one that has done it, and not said so."""
+    for rank in range(dist.get_world_size()):
+        path = Path(f"trained-{rank}")
+        while not path.exists() or f"{attempt} {step}" not in path.read_text().splitlines():
+            time.sleep(0.005)
 
 
 def main() -> None:
@@ -70,6 +78,8 @@ def main() -> None:
     for step in range(start, int(os.environ.get("STEPS", "21"))):
         kind = faults.get(f"{attempt}:{rank}@{step}") or faults.get(f"*:{rank}@{step}")
         if kind:
+            if step > start:
+                wait_for_all(attempt, step - 1)
             fail(kind)
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()

@@ -18,6 +18,8 @@ from headway.observe.summary import summary
 from headway.testing import Story
 
 needs_chromium = pytest.mark.needs("chromium")
+PATIENCE_MS = 120_000
+"""Longer than a browser takes on a busy machine. Its own default is five seconds."""
 HOSTILE = "</script><script>window.pwned=1</script><img src=x onerror='window.pwned=1'>{{js}}&amp;"
 
 
@@ -185,7 +187,10 @@ def test_nothing_a_job_brings_in_can_end_the_data_or_fill_a_placeholder(tmp_path
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        expect.set_options(timeout=PATIENCE_MS)
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"], timeout=PATIENCE_MS
+        )
         yield browser
         browser.close()
 
@@ -196,6 +201,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[[str], Page]]:
     wrong: list[str] = []
     asked: list[str] = []
     context = browser.new_context(viewport={"width": 1280, "height": 1600})
+    context.set_default_timeout(PATIENCE_MS)
 
     def open_page(text: str) -> Page:
         file = tmp_path / "report.html"
@@ -358,6 +364,7 @@ def test_policy_of_the_page_blocks_foreign_scripts_and_the_network(tmp_path: Pat
     file = tmp_path / "report.html"
     file.write_text(page(ledger, summary(ledger)), encoding="utf-8")
     tab = browser.new_page()
+    tab.set_default_timeout(PATIENCE_MS)
     tab.goto(file.as_uri())
     blocked = tab.evaluate(
         """async () => {
@@ -367,7 +374,8 @@ def test_policy_of_the_page_blocks_foreign_scripts_and_the_network(tmp_path: Pat
             script.textContent = "window.pwned = 1";
             document.body.append(script);
             await fetch("http://127.0.0.1:9/").catch(() => {});
-            await new Promise((done) => setTimeout(done, 50));
+            for (let looks = 0; looks < 1000 && (looks < 1 || blocked.length < 2); looks++)
+                await new Promise((done) => setTimeout(done, 50));
             return blocked;
         }"""
     )

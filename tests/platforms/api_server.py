@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def setup(self) -> None:
-        self.request.settimeout(10)
+        self.request.settimeout(100)
         try:
             self.request.do_handshake()
         except OSError:

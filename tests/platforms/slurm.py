@@ -14,7 +14,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+
+import shared
 
 CPUS = 4
 """What the only node claims to have, whatever the machine has."""
@@ -102,8 +105,12 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for pid in self._left_behind():
-            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := self._left_behind()) and time.monotonic() < deadline:  # none may write while the folder goes
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         shutil.rmtree(self.folder)
 
     def _start_munge(self) -> None:
@@ -214,8 +221,4 @@ class Slurm:
 
 def free_ports(count: int) -> list[int]:
     """Ports nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    return [shared.free_port() for _ in range(count)]

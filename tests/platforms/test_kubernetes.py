@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from api_server import HOST_NAME, NAMESPACE, POD, ApiServer, condition, make_certificates, pod, refusal, stamp
 from slurm import free_ports
-from small_job import began_s, is_scheduling_known, ledger, says_unknown, train
+from small_job import began_s, is_scheduling_known, ledger, says_unknown, train, wait_until
 
 from headway.accounting.rules import Bucket
 from headway.events import scheduler
@@ -25,10 +25,17 @@ S = 1_000_000_000
 
 
 @pytest.fixture
-def api(tmp_path: Path) -> Iterator[ApiServer]:
-    """The API server that knows our pod."""
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """The API server that knows our pod, and time for its answers."""
+    monkeypatch.setattr(scheduler, "TIMEOUT_S", 100.0)
     with ApiServer(tmp_path / "cluster", pod(CREATED, PLACED, RUNNING)).serving() as server:
         yield server
+
+
+def asked(api: ApiServer, count: int) -> list[str]:
+    """The paths asked for: the server notes each after its answer, when the client may have gone on already."""
+    wait_until(lambda: len(api.asked) >= count)
+    return api.asked
 
 
 def ask(api: ApiServer, **more: str) -> Scheduled | None:
@@ -40,7 +47,7 @@ RIGHT = Scheduled(t_ns=7, eligible_wall_ns=CREATED * S, allocated_wall_ns=PLACED
 
 def test_a_pod_waits_from_its_creation_until_it_has_a_node(api: ApiServer) -> None:
     assert ask(api) == RIGHT
-    assert api.asked == [f"/api/v1/namespaces/{NAMESPACE}/pods/{POD}"]
+    assert asked(api, 1) == [f"/api/v1/namespaces/{NAMESPACE}/pods/{POD}"]
     assert api.authorizations == [f"Bearer {api.token}"]
 
 
@@ -72,8 +79,8 @@ def test_a_token_that_names_no_pod_leaves_it_to_the_environment(api: ApiServer, 
     (api.account / "token").write_text(token)
     assert ask(api, POD_NAME="from-the-downward-api", HOSTNAME="llm-0") is None
     assert ask(api, HOSTNAME="llm-0") is None
-    asked = [path.rpartition("/")[2] for path in api.asked]
-    assert asked == (["from-the-downward-api", "llm-0"] if token.isascii() else [])
+    pods = [path.rpartition("/")[2] for path in asked(api, 2 if token.isascii() else 0)]
+    assert pods == (["from-the-downward-api", "llm-0"] if token.isascii() else [])
     environ = {name: value for name, value in api.environ.items() if name != "HOSTNAME"}
     assert scheduled(environ, "", "", 0) is None
 
@@ -98,7 +105,7 @@ def trust_somebody_else(api: ApiServer, folder: Path) -> None:
 def test_a_refusal_means_that_nothing_is_known(api: ApiServer, status: int) -> None:
     api.status, api.body = status, refusal(status, "Forbidden")
     assert ask(api) is None
-    assert len(api.asked) == 1
+    assert len(asked(api, 1)) == 1
 
 
 @pytest.mark.parametrize("problem", ["forbidden", "untrusted", pytest.param("garbage", marks=pytest.mark.thorough)])

@@ -5,7 +5,6 @@ A job that a person cancelled does not come back, though Slurm would let it.
 
 import json
 import shlex
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from slurm import Slurm
 from small_job import environ, wait_until
 
 import ranks
+import shared
 from headway.cli import main
 from headway.launch.notice import EXIT_STOPPED
 from headway.paths import jobs_in
@@ -74,8 +74,11 @@ for step, _ in run.steps(range(first, steps), start=first):
     optimizer.step()
     print(step, loss.item(), file=losses)
     time.sleep(0.0 if first or "QUICK" in os.environ else 0.05)
-    if steps > 9999 and (folder / "enough").exists():
-        break
+    if steps > 9999:
+        enough = torch.tensor(float((folder / "enough").exists()))
+        dist.broadcast(enough, 0)  # each for itself, one could leave and the other go on
+        if enough:
+            break
 if run.stop is None:
     run.checkpoint_saved()
 dist.destroy_process_group()
@@ -126,7 +129,8 @@ LAUNCHERS = pytest.mark.parametrize(
     "launcher",
     [pytest.param(SRUN, id="srun"), pytest.param(SUPERVISED, id="headway run", marks=pytest.mark.thorough)],
 )
-STEPS = 100
+STEPS = 600
+"""Half a minute until it is preempted: Slurm may be slow. Afterwards it trains without a pause."""
 
 
 @LAUNCHERS
@@ -249,8 +253,7 @@ def submit_alone(slurm: Slurm, home: Path, *options: str) -> str:
 
 def rendezvous() -> dict[str, str]:
     """Where the ranks meet."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(shared.free_port())}
 
 
 def steps_done(home: Path) -> int:

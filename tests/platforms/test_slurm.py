@@ -10,6 +10,7 @@ from slurm import Slurm
 from small_job import STEPS, began_s, command, environ, is_scheduling_known, ledger, noted_s, wait_until
 
 from headway.accounting.rules import Bucket
+from headway.events import scheduler
 from headway.events.scheduler import scheduled
 from headway.paths import jobs_in
 
@@ -58,8 +59,9 @@ def test_a_requeued_job_stays_one_job_and_its_second_wait_is_recovery(slurm: Slu
     wait_until(lambda: (home / "checkpoint-0").exists() and (home / "checkpoint-1").exists())
     first_eligible_s, first_started_s = slurm.eligible_s(job), slurm.started_s(job)
 
+    filler = slurm.submit("exec sleep 600", "--exclusive")  # before, so that it is there when the node is free
     slurm.requeue(job)
-    filler = slurm.fill()
+    slurm.wait_for(filler, "RUNNING")
     wait_until(lambda: time.time() > slurm.eligible_s(job) + 2)
     last_steps_s = [noted_s(home, rank, "step")[-1] for rank in (0, 1)]
     slurm.cancel(filler)
@@ -81,7 +83,7 @@ def test_a_requeued_job_stays_one_job_and_its_second_wait_is_recovery(slurm: Slu
     assert told.attempts[1].attempt.begin_ns + held_back_ns == eligible_s * S
     assert told.buckets[Bucket.RECOVER_BACKOFF] > 0
     assert told.buckets[Bucket.RECOVER_DETECTION] == 0
-    assert held_back_ns / S == pytest.approx(eligible_s - max(last_steps_s), abs=1)
+    assert held_back_ns / S == pytest.approx(eligible_s - max(last_steps_s), abs=3)
     [recovery_ns] = told.times_to_recover_ns
     assert recovery_ns >= held_back_ns + (started_s - eligible_s) * S
 
@@ -103,7 +105,8 @@ def test_a_restart_inside_the_allocation_has_no_second_wait(slurm: Slurm, home: 
 
 
 @pytest.mark.thorough
-def test_times_are_right_in_every_time_zone_and_format(slurm: Slurm) -> None:
+def test_times_are_right_in_every_time_zone_and_format(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "TIMEOUT_S", 100.0)
     job = slurm.submit("true", "--begin=now+2")
     slurm.wait_for(job, "COMPLETED")
     moments_ns = (slurm.eligible_s(job) * S, slurm.started_s(job) * S)

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.needs("scontrol", "slurmctld", "slurmd", "munged")
 
 CODE = """
 import json, os
+from headway.launch import surroundings
 from headway.launch.surroundings import read_slurm
+surroundings.TIMEOUT_S = 100.0
 print(json.dumps({finding.name: [finding.state, finding.what] for finding in read_slurm(os.environ)}))
 """
 LOOK = f"exec {sys.executable} -c {shlex.quote(CODE)}"
@@ -46,9 +48,11 @@ def test_what_srun_starts_needs_no_signal_of_its_own(slurm: Slurm) -> None:
     assert "Slurm requeue" in found
 
 
-def test_outside_of_a_job_the_clusters_settings_are_told(slurm: Slurm) -> None:
+def test_outside_of_a_job_the_clusters_settings_are_told(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.launch import surroundings
     from headway.launch.surroundings import read_slurm
 
+    monkeypatch.setattr(surroundings, "TIMEOUT_S", 100.0)
     found = {finding.name: finding.what for finding in read_slurm(slurm.environ)}
     assert found["Slurm requeue"] == "JobRequeue=1"
     assert found["Slurm preemption"] == "none in partition main"

@@ -108,13 +108,13 @@ def test_one_that_is_still_uploading_is_waited_for(storage: Storage) -> None:
     told: list[str] = []
     found: list[AnchorManifest] = []
     thread = threading.Thread(
-        target=lambda: found.append(open_anchor(storage, NAME, ID, "", "model", told.append, 60).manifest)
+        target=lambda: found.append(open_anchor(storage, NAME, ID, "", "model", told.append, 200).manifest)
     )
     thread.start()
     while not told:
         time.sleep(0.01)
     save(storage, 100, 2)
-    thread.join(30)
+    thread.join(120)
     assert "was never committed" in told[0]
     assert found[0].step == 100
 

@@ -141,7 +141,7 @@ def test_a_package_before_that_kills_its_process_is_told_and_no_failure(publishe
 
     source, library = tmp_path / "dies.cpp", tmp_path / "dies.so"
     source.write_text("#include <csignal>\n__attribute__((constructor)) static void dies() { raise(SIGILL); }\n")
-    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True, timeout=120)
     before = tmp_path / "before" / "package" / "model.pt2"
     before.parent.mkdir(parents=True)
     with zipfile.ZipFile(published.out / "package/model.pt2") as good, zipfile.ZipFile(before, "w") as bad:

@@ -98,20 +98,24 @@ def test_whoever_published_on_another_machine_is_at_it_as_long_as_it_holds_the_l
 
 
 def test_who_only_looks_keeps_nobody_from_publishing(tmp_path: Path) -> None:
-    desk, other = open_desk(tmp_path, a_request()), threading.Event()
+    desk, other, refused = open_desk(tmp_path, a_request()), threading.Event(), threading.Event()
 
     def look() -> None:
         with Desk(desk.folder).held(patience_s=0.0):
             other.set()
-            time.sleep(0.1)
+            assert refused.wait(120)
+            time.sleep(0.1)  # so that the other one begins to wait
 
     with ThreadPoolExecutor() as threads:
         looked = threads.submit(look)
-        assert other.wait(60)
-        with pytest.raises(InputError, match="is being published already"), desk.held(patience_s=0.0):
-            pass
-        with desk.held(patience_s=60.0):
-            looked.result(60)
+        assert other.wait(120)
+        try:
+            with pytest.raises(InputError, match="is being published already"), desk.held(patience_s=0.0):
+                pass
+        finally:
+            refused.set()
+        with desk.held(patience_s=120.0):
+            looked.result(120)
 
 
 def test_a_state_changes_in_part_and_is_there_for_others(tmp_path: Path) -> None:

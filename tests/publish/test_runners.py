@@ -68,9 +68,10 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     yield desk
     with suppress(FileNotFoundError):
         (desk.folder / "go").touch()
-    pid = desk.state().pid
-    if desk.state().phase == "running" and pid != os.getpid():
-        os.kill(pid, signal.SIGTERM)
+    state = desk.state()
+    if state.phase == "running" and state.pid != os.getpid():
+        with suppress(ProcessLookupError):  # it may have published meanwhile, and be gone
+            os.kill(state.pid, signal.SIGTERM)
 
 
 def new_desk(home: Path, **what: str) -> Desk:

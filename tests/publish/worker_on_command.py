@@ -1,6 +1,7 @@
 """A publisher that does what it is told, one thing a try: `worker_on_command.py DESK step=a+kill sleep publish`.
 
-With `supervise` before that, it is run under a supervisor, as `headway publish run` does.
+With `supervise` before that, it is run under a supervisor, as `headway publish run` does. The variable `GRACE_S` sets
+the supervisor's time of grace.
 """
 
 import faulthandler
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from headway.publish import supervisor as supervising
 from headway.publish.request import Desk
 from headway.publish.supervisor import End, Retry, Stop, supervise
 
@@ -122,6 +124,7 @@ def supervisor(desk: Desk, *plans: str) -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "supervise":
+        supervising.GRACE_S = float(os.environ.get("GRACE_S", supervising.GRACE_S))
         told = Desk(Path(sys.argv[2]))
         sys.exit(supervise(told, command(told, *sys.argv[3:]), decide, say=lambda text: print(text, file=sys.stderr)))
     work(Desk(Path(sys.argv[1])), sys.argv[2:])

@@ -295,16 +295,18 @@ def test_compiling_competes_where_less_than_a_core_is_left() -> None:
     assert competition(0.9, 1.0)
 
 
-def _die() -> None:
-    time.sleep(0.2)
-    os._exit(3)
-
-
 def test_a_worker_that_dies_meanwhile_is_the_loaders_own_error_at_the_first_batch(job: Callable[..., Job]) -> None:
     one = job()
-    loss_of = one.forward
-    one.forward = lambda batch: (time.sleep(1.0), loss_of(batch))[1]  # type: ignore[method-assign]
-    batches = one.batches(Rows(on_first=_die))
+    told, tell = os.pipe()  # it dies while `forward` runs, and not before or after
+
+    def forward(batch: Any) -> Any:
+        os.write(tell, b"x")
+        time.sleep(100)  # torch's handler of its death ends this
+
+    one.forward = forward  # type: ignore[method-assign]
+    batches = one.batches(Rows(on_first=lambda: (os.read(told, 1), os._exit(3))))
+    for each in (told, tell):
+        os.close(each)
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
         next(iter(batches))
 

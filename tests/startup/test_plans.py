@@ -16,7 +16,7 @@ from headway.errors import HeadwayError, InputError
 from headway.events.job import JobReader
 from headway.events.vocabulary import Mark, Told
 from headway.paths import JobPaths, jobs_in
-from headway.startup import plans
+from headway.startup import plans, ranks
 from headway.startup.plans import sharding_plan
 
 pytestmark = [pytest.mark.needs_package("torchrec"), pytest.mark.filterwarnings("ignore")]
@@ -338,6 +338,7 @@ def fail_to_plan(cache: str) -> str:
         return told
 
     plans._Group.hear = hear_late  # type: ignore[method-assign]
+    ranks._LINGER_S = 100.0  # the other rank may not have run for more than five seconds
     impossible = planner(topology={"ddr_cap": 1, "hbm_cap": 1})
     with pytest.raises((HeadwayError, PlannerError)) as raised:
         sharding_plan(impossible, Model(), sharders(), cache=cache)

@@ -60,7 +60,7 @@ class Uploader:
         self._tasks: queue.SimpleQueue[tuple[dict[str, Any], Arena]] = queue.SimpleQueue()
         self._gone: set[int] = set()
         self._lease: dict[str, Any] | None = None
-        self._active: list[str] = []
+        self._active: set[tuple[str, int]] = set()
         self._newest = ""
         self._lock, self._tidying = threading.Lock(), threading.Lock()
 
@@ -91,7 +91,7 @@ class Uploader:
     def _work(self) -> None:
         while True:
             task, arena = self._tasks.get()
-            self._active.append(task["tag"])
+            self._active.add((task["tag"], task["rank"]))
             try:
                 self._do(task, arena)
             except Exception as error:  # reported to the trainer, which decides what a failed save means
@@ -99,7 +99,7 @@ class Uploader:
                 _excuse(task, text)
                 self._tell(task, "failed", error=text, errno=getattr(error, "errno", None))
             finally:
-                self._active.remove(task["tag"])
+                self._active.discard((task["tag"], task["rank"]))
                 arena.close()
 
     def _tell(self, task: dict[str, Any], event: str, **more: Any) -> None:
@@ -138,6 +138,7 @@ class Uploader:
             self._tell(task, "committed", **told)
             with self._tidying:
                 self._tidy(storage, task)
+        self._active.discard((task["tag"], task["rank"]))  # before "done": the next save tidies only if none is active
         self._tell(task, "done")
 
     def _copied(
@@ -219,7 +220,7 @@ class Uploader:
                 self._newest = task["tag"]
                 catalog.set_latest(storage, task["folder"])
             # An earlier save that is still under way would be taken for the remains of one that failed.
-            if min(self._active) >= task["tag"]:
+            if min(self._active)[0] >= task["tag"]:
                 if task["retention"] is not None:
                     catalog.prune(storage, Retention(**task["retention"]))
                 elif task["folder"]:

@@ -88,6 +88,7 @@ class Session:
         self._kept: Members = {}
         """Members that are no files."""
         self._batch, self._record, self._since, self._last = b"", b"", 0.0, 0.0
+        self._compiling = False
         self._is_first = place.rank == 0
         self._is_ready = False
         self._ready, self._cancelled, self._leaving = threading.Event(), threading.Event(), threading.Event()
@@ -105,7 +106,7 @@ class Session:
         while True:
             self._woken.wait()
             self._woken.clear()
-            while time.monotonic() - self._last < QUIET_S and not self._leaving.wait(QUIET_S / 4):
+            while not self._is_quiet() and not self._leaving.wait(QUIET_S / 4):
                 pass
             is_last = self._leaving.is_set()  # if it is set during a save, what was compiled meanwhile needs another
             self.save()
@@ -114,6 +115,10 @@ class Session:
                     self._hashes.keep()
             if is_last:
                 return
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing compiles, and nothing has for a while: a save now would not miss the other half."""
+        return not self._compiling and time.monotonic() - self._last >= QUIET_S
 
     def _say(self, **told: Any) -> None:
         """For the journal. What the key is made of is told by one rank: others would only repeat it."""
@@ -236,6 +241,7 @@ class Session:
         try:
             self._since = time.perf_counter()
             if os.getpid() == self._pid:
+                self._compiling = True
                 for name in MODULES:
                     if name in sys.modules:
                         self._tuning.imported(name)
@@ -279,7 +285,7 @@ class Session:
     def after_compile(self) -> None:
         """Called at the end of each compilation: what is new is saved once no other follows."""
         if os.getpid() == self._pid:
-            self._last = time.monotonic()
+            self._last, self._compiling = time.monotonic(), False
             self.seconds += time.perf_counter() - self._since
             self._woken.set()
 

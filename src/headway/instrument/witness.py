@@ -32,6 +32,9 @@ LOOK_S = 0.5
 REAP_S = 1.0
 """How long it waits for the parent of an ended command to ask how that ended: only then does the kernel tell others."""
 
+_TICK_NS = 50_000_000
+"""Times of files are no finer than this."""
+
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
 _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_INFO = struct.Struct("=QQ11Ii")  # mask, then what is not asked for, then the exit status
@@ -146,7 +149,8 @@ class _Others:
         changed_ns = folder.stat().st_mtime_ns
         if changed_ns == self._changed_ns:
             return
-        self._changed_ns = changed_ns
+        # A file that is made within the same tick of the file system's clock leaves no other trace: look once more.
+        self._changed_ns = changed_ns if time.time_ns() - changed_ns > _TICK_NS else 0
         for match in filter(None, map(self._name.fullmatch, os.listdir(folder))):
             name, pid, ticks = match[1], int(match[2]), int(match[3])
             if name not in self._known and pid != self._command:

@@ -379,8 +379,8 @@ class _Execution:
 
     def _end(self) -> None:
         """Nothing of this runs any longer when it returns, but for what cannot be stopped, and that is said."""
-        until = time.monotonic() + GRACE_S
         try:
+            until = time.monotonic() + GRACE_S
             for thread in self._threads:
                 thread.join(max(until - time.monotonic(), 0.0) if self._error is not None else None)
         finally:  # a second signal ends the wait for threads, and leaves no process either

@@ -12,7 +12,8 @@ FOLDER = Path(os.environ["STOPWATCH"])
 
 def note(what: str) -> None:
     """Something happens now."""
-    line = json.dumps({"what": what, "at": time.monotonic()})
+    queued_s = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9  # so long it has waited for a core
+    line = json.dumps({"what": what, "at": time.monotonic(), "queued_s": queued_s})
     with open(FOLDER / f"{os.getpid()}.jsonl", "a") as file:
         file.write(line + "\n")
 
