@@ -77,7 +77,8 @@ def test_what_two_ranks_trained_is_published_by_a_process_of_its_own(place: Plac
     }
     assert not any(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert not catalog.find(open_storage(place.root), "step-00000010").pinned
-    report = report_of(place)
+    while (report := report_of(place))["publications"][0]["outcome"] == "running":  # it says so after its request does
+        time.sleep(0.05)
     (told,) = report["publications"]
     assert (told["outcome"], told["version"]) == ("published", version.name)
     assert report["attempts"][-1]["world_size"] == 2

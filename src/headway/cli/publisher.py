@@ -1,8 +1,10 @@
 """The process that publishes: `python -m headway.cli.publisher FOLDER`. Whoever supervises it tries again."""
 
 import faulthandler
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -13,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.checkpoint.source import BadCheckpoint
-from headway.cli.source import open_job
 from headway.config import Settings
-from headway.errors import HeadwayError, InputError
+from headway.errors import InputError
 from headway.events.process import without_logins
 from headway.events.vocabulary import Told, clean_text
-from headway.observe.summary import summary
 from headway.paths import JobPaths
 from headway.publish.out import Rejected
 from headway.publish.publisher import EXIT_INPUT, EXIT_REJECTED, Publisher
@@ -86,14 +86,18 @@ class _Try:
 
 
 def report_of(job: str) -> Mapping[str, Any] | None:
-    """The report of a job; None if it has none here."""
-    try:
-        return summary(open_job(job).ledger(), rank_ledgers=False)
-    except HeadwayError:
+    """Return the report of a job; None if it has none here.
+
+    It is made in a process of its own. This one writes to one of the job's journals, and would lose its lock on it by
+    closing the file that it has read: then everybody else would take this process for a dead one.
+    """
+    words = [sys.executable, "-P", "-m", "headway", "report", "--json", "--", job]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:  # a model is worth more than the report on its card
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        print(f"headway: the card has no report of {job} ({said[-1]}).", file=sys.stderr)
         return None
-    except Exception as error:  # a model is worth more than the report on its card
-        print(f"headway: the card has no report of {job} ({type(error).__name__}: {error}).", file=sys.stderr)
-        return None
+    return dict(json.loads(done.stdout))
 
 
 if __name__ == "__main__":
