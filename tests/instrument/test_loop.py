@@ -382,10 +382,10 @@ def test_what_follows_the_last_evaluation_up_to_a_save_is_part_of_it(scene: Scen
     model = Model()
     scene.epoch(Loader(), 10, wait=0.0, work=1.0)
     model.training = False
-    scene.tracker.to_evaluation_mode(model)
+    scene.tracker.evaluation.to_evaluation_mode(model)
     scene.look(Loader(), 5, each=1.0)
     scene.clock.advance(4.0)  # the ranks wait for one another, and add up what they found
-    scene.tracker.saves()
+    scene.tracker.evaluation.saves()
     scene.clock.advance(3.0)
     scene.ends()
     ledger = scene.ledger()
@@ -401,7 +401,7 @@ def test_evaluation_with_a_sign_is_known_while_it_runs(scene: Scene, sign: str) 
         scene.grads = False
     else:
         model.training = False
-        scene.tracker.to_evaluation_mode(model)
+        scene.tracker.evaluation.to_evaluation_mode(model)
     way = scene.tracker.begins(Loader())
     scene.fetch(way, 3.0)
     scene.clock.advance(2.0)
@@ -416,9 +416,9 @@ def test_evaluation_without_a_loader_lasts_as_long_as_the_model_is_in_evaluation
         scene.step(1.0)
         if number == 10:
             scene.grads = False
-            scene.tracker.to_evaluation_mode(model)
+            scene.tracker.evaluation.to_evaluation_mode(model)
             scene.clock.advance(5.0)
-            assert scene.tracker.to_training_mode(model)
+            assert scene.tracker.evaluation.to_training_mode(model)
             scene.grads = True
     scene.ends()
     ledger = scene.ledger()
@@ -429,10 +429,10 @@ def test_evaluation_without_a_loader_lasts_as_long_as_the_model_is_in_evaluation
 def test_a_part_that_goes_to_evaluation_and_back_inside_of_a_step_does_not_evaluate(scene: Scene) -> None:
     discriminator = Model()
     for _ in range(20):
-        scene.tracker.to_evaluation_mode(discriminator)
+        scene.tracker.evaluation.to_evaluation_mode(discriminator)
         scene.clock.advance(1.0)
-        scene.tracker.computes_gradients()
-        scene.tracker.to_training_mode(discriminator)
+        scene.tracker.evaluation.computes_gradients()
+        scene.tracker.evaluation.to_training_mode(discriminator)
         scene.step(1.0)
     scene.ends()
     ledger = scene.ledger()
@@ -456,10 +456,10 @@ def test_another_optimizer_for_another_model_brings_nothing_back(scene: Scene) -
 
 def test_a_part_that_stays_in_evaluation_mode_while_others_train_does_not_evaluate(scene: Scene) -> None:
     teacher = Model()
-    scene.tracker.to_evaluation_mode(teacher)
+    scene.tracker.evaluation.to_evaluation_mode(teacher)
     teacher.training = False
     scene.epoch(Loader(), 5, wait=0.0, work=1.0)
-    scene.tracker.to_evaluation_mode(teacher)
+    scene.tracker.evaluation.to_evaluation_mode(teacher)
     scene.epoch(Loader(), 5, wait=0.0, work=1.0)  # a new loader, while the teacher is in evaluation mode
     scene.ends()
     ledger = scene.ledger()
@@ -615,9 +615,9 @@ def test_a_model_that_plays_in_evaluation_mode_collects_what_it_trains_on(scene:
     for _ in range(10):
         for _ in range(5):
             scene.step(1.0)
-        scene.tracker.to_evaluation_mode(policy, plays=True)
+        scene.tracker.evaluation.to_evaluation_mode(policy, plays=True)
         scene.clock.advance(3.0)
-        scene.tracker.to_training_mode(policy)
+        scene.tracker.evaluation.to_training_mode(policy)
     scene.step(1.0)
     scene.ends()
     ledger = scene.ledger()

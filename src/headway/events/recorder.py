@@ -257,7 +257,7 @@ class StepMeter:
 
     def waits(self, since_ns: int) -> None:
         """The step under way waits for data (0), or has it since `since_ns`."""
-        self._cell.write(self._first, self._next, self._begin, self._end, self._data, self._count, since_ns)
+        self._cell.touch(since_ns)
 
     def pause(self, at_ns: int | None = None) -> None:
         """The loop is over for now. `at_ns`: the last step's own work went on until then."""

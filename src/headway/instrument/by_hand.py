@@ -63,7 +63,7 @@ class ByHand:
             self._session.tracker.stepped(self._hand)
             return
         self._hand = Hand(weight)
-        self._session.trains().began(self._began_ns)
+        self._session.trains().evaluation.began(self._began_ns)
         self._session.trains().stepped(self._hand)
         self._session.first_step_done()
 

@@ -271,7 +271,7 @@ def _saves(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
     def begins(*args: Any, **kwargs: Any) -> tuple[Span | None, int, Any]:
         background = session.in_background()
         if session.tracker is not None and not background:
-            session.tracker.saves()
+            session.tracker.evaluation.saves()
         what, where = taken(*args, **kwargs)
         span = session.begins(BACKGROUND if background else Activity.CHECKPOINT_BLOCKING)
         if background:

@@ -17,7 +17,7 @@ from headway.events.vocabulary import Activity, Told
 from headway.instrument import by_hand, checkpoints, collectives, compilation, distributed, faststart, modes, patches
 from headway.instrument.devices import DeviceWaits
 from headway.instrument.frameworks import ray
-from headway.instrument.loop import Loader, Pass
+from headway.instrument.passes import Loader, Pass
 from headway.instrument.patches import Patch, around, guarded, looks_like
 
 if TYPE_CHECKING:

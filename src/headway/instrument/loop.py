@@ -23,19 +23,18 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from headway.events.journal import BETWEEN
-from headway.events.recorder import Recorder, Span
-from headway.events.vocabulary import ROLLOUT, Activity
+from headway.events.recorder import Recorder
+from headway.events.vocabulary import Activity
 from headway.instrument.devices import DeviceWaits
+from headway.instrument.evaluation import Evaluation
+from headway.instrument.passes import Loader, Pass
 from headway.instrument.past import Past
 
 TAKEOVER = 3
 """An optimizer that stepped this often since the lead last did takes the lead, even without a new batch."""
-
-RARE = 3
-"""A block without gradients is evaluation if as many steps before it had none: else it is part of each step."""
 
 SINGLES = 2
 """A batch without a step was left out if as many steps before took one batch each."""
@@ -49,99 +48,56 @@ LEAST_NS = 1_000_000
 _thread = threading.get_ident
 
 
-class Loader:
-    """What is known of one DataLoader."""
-
-    __slots__ = ("batch_size", "is_quiet", "trains")
-
-    def __init__(self, batch_size: int | None = None) -> None:
-        self.batch_size = batch_size
-        self.trains = False
-        """Whether one of its passes has trained."""
-        self.is_quiet = False
-        """Whether the program fetches batches to train on while gradients are off."""
-
-
-class Pass:
-    """One way through a loader, from the call of `iter` to the end of its data, or until it is dropped."""
-
-    __slots__ = ("__weakref__", "asked_ns", "began_ns", "drawn_at", "dropped", "fetches", "got_ns", "held_ns",
-                 "is_quiet", "left_ns", "loader", "over", "resumes", "thread", "trains", "waited_ns")  # fmt: skip
-
-    KEPT: ClassVar = (
-        "fetches", "waited_ns", "left_ns", "thread", "asked_ns", "got_ns", "held_ns", "resumes", "is_quiet", "over"
-    )  # fmt: skip
-    """What outlives a pass that is dropped."""
-
-    def __init__(self, dropped: "Callable[[Pass], None]", loader: Loader, began_ns: int) -> None:
-        self.dropped, self.loader, self.began_ns = dropped, loader, began_ns
-        self.thread = _thread()
-        self.fetches = self.waited_ns = self.left_ns = self.asked_ns = self.got_ns = self.held_ns = 0
-        self.drawn_at = -2
-        """The number of steps done when it was last drawn from without training."""
-        self.over = self.trains = self.resumes = False
-        self.is_quiet = False
-        """Whether gradients were off at its last fetch."""
-
-    def __del__(self) -> None:
-        if not self.over:
-            self.dropped(self)
-
-
 class Tracker:
     """Follows one process's training loop."""
 
+    __slots__ = (
+        "_batches", "_by_loader", "_count", "_empty_ns", "_expected", "_fetched_ns", "_gave", "_gave_ns", "_is_regular",
+        "_known_ns", "_lead_ref", "_left", "_left_out_at", "_meter", "_now", "_others", "_paces", "_recorder",
+        "_singles", "_stepped_ns", "_unknown", "_waited_ns", "asking", "device", "evaluation", "gradients_on",
+        "is_retired", "on_fetch_elsewhere", "past", "running", "thread",
+    )  # fmt: skip
+
     def __init__(self, recorder: Recorder, gradients_on: Callable[[], bool] = lambda: True) -> None:
-        self._recorder = recorder
+        self._recorder, self._now = recorder, recorder.now_ns
         self._meter = recorder.steps_meter
-        self._now = recorder.now_ns
         self.gradients_on = gradients_on
+        self.evaluation, self.past = Evaluation(recorder), Past(recorder)
         self.thread = 0
         """The thread that trains; 0 until one has."""
-        self.running = False
+        self.running = self.is_retired = False
+        """Whether the loop is under way; whether the process has ended, or the script measures its steps itself."""
         self.asking: set[int] = set()
         """The threads that are waiting for a batch."""
         self.device: DeviceWaits | None = None
         """Set where steps run on a device that does not wait for the host."""
+        self.on_fetch_elsewhere: Callable[[], None] | None = None
+        """Called once if batches turn out to be fetched in another thread than the one that trains."""
         self._lead_ref: weakref.ref[Any] | None = None
         self._others: dict[int, int] = {}
+        """How often other optimizers have stepped since the lead has."""
+        self._by_loader = False
         self._waited_ns = 0
         self._empty_ns: int | None = None
         """When the loader was found empty: the loop was over then, unless a step still comes (it asked ahead)."""
-        self._by_loader = False
         self._fetched_ns = self._known_ns = 0
         """When a batch was last fetched to train on, and when from a pass that is known to train; 0 after each step."""
         self._gave = self._gave_ns = 0
         """Which pass that trains has given the last batch, and when; 0 after each step."""
+        self._is_regular = False
+        """Whether it did so in the thread that trains, …"""
+        self._expected = 0
+        """… so that it is expected to give the next one, too. Never a pass that is over: another may get its id."""
         self._batches = self._singles = 0
         """Batches since the last step, and how many steps in a row took one each."""
         self._left_out_at = -2
         """How many steps were done when a batch was last left out."""
-        self.on_fetch_elsewhere: Callable[[], None] | None = None
-        """Called once if batches turn out to be fetched in another thread than the one that trains."""
         self._unknown: list[weakref.ref[Pass]] = []
         """Passes drawn from since the last step that may train or evaluate; weak, so that dropping them shows."""
         self._left: list[Pass] = []
         """Those of them that were dropped since: copies."""
         self._stepped_ns = self._count = 0
         self._paces: deque[int] = deque(maxlen=9)
-        self._window: tuple[weakref.ref[Any], int, bool] | None = None
-        """The trained model in evaluation mode, since when, and whether it plays."""
-        self._span: Span | None = None
-        """The evaluation under way, …"""
-        self._evaluator: weakref.ref[Pass] | None = None
-        """… and the pass that it reads."""
-        self._quiet: list[tuple[int, int]] = []
-        """The blocks without gradients since the last step."""
-        self._quiet_at = 0
-        """How many steps were done when there was the last one."""
-        self._played_ns = 0
-        """When the model began to collect experience for the next step; 0 if it did not."""
-        self._evaluated_ns: int | None = None
-        """When the last evaluation came to the end of its data."""
-        self.past = Past(recorder)
-        self.is_retired = False
-        """Whether the process has ended, or the script measures its steps itself."""
         recorder.told = self.retire
 
     # --- data ---
@@ -150,14 +106,14 @@ class Tracker:
         """A pass through a loader begins; the loader may take its time to start workers."""
         way = Pass(self.dropped, loader, self._now())
         if not self.is_retired and self._is_for_evaluation(way):
-            self._evaluate(way)
+            self.evaluation.begin(way)
         return way
 
     def ready(self, way: Pass) -> None:
         """The loader can now be asked for batches."""
         now = self._now()
         took = now - way.began_ns
-        if self._span is not None or took < LEAST_NS or self.is_retired:
+        if self.evaluation.reads or took < LEAST_NS or self.is_retired:
             return
         if self.running and self._empty_ns is None and way.loader.trains and way.thread == self.thread:
             way.waited_ns += took
@@ -168,13 +124,20 @@ class Tracker:
         """A batch is asked for in this thread. Returns the time."""
         self.asking.add(thread)
         now = self._now()
-        if (self._window is not None or not self.gradients_on()) and self._is_for_evaluation(way):
-            self._evaluate(way)
-            return now
-        if self._span is not None:
-            self._end_evaluation(now)
-        if self._window is not None and way.loader.trains:
-            self._close_window(now)
+        if self._expected == id(way) and not self.evaluation.has_news and self.gradients_on():
+            self._expected, self._fetched_ns, self._known_ns = 0, now, now
+            self._meter.waits(0)
+        elif self._is_for_evaluation(way):
+            self.evaluation.begin(way)
+        else:
+            self._ask(way, thread, now)
+        return now
+
+    def _ask(self, way: Pass, thread: int, now: int) -> None:
+        """A batch to train on is asked for, as far as can be told."""
+        self.evaluation.end(now)
+        if way.loader.trains:
+            self.evaluation.close_window(now)
         self._fetched_ns = now
         if way.trains:
             self._known_ns = now
@@ -189,7 +152,6 @@ class Tracker:
                 self._meter.waits(0)
             else:
                 self._go_on(way, now)
-        return now
 
     def _consider(self, way: Pass, thread: int, now: int) -> None:
         """Remember a pass that has not trained so far: whether it does shows at the next step."""
@@ -206,30 +168,31 @@ class Tracker:
         now = self._now()
         self.asking.discard(thread)
         way.fetches += 1
-        waited, is_loop = now - asked_ns, self._by_loader and thread == self.thread
-        if is_loop and way.loader.trains and self._span is None:
+        waited_ns, is_loop = now - asked_ns, thread == self.thread and self._by_loader
+        if is_loop and way.loader.trains and not (self.evaluation.has_news and self.evaluation.reads):
             if self.device is not None:
-                waited = self.device.came(waited)
+                waited_ns = self.device.came(waited_ns)
             self._meter.waits(now)
         if way.trains:
-            self._gave, self._gave_ns = id(way), now
+            self._gave, self._gave_ns, self._is_regular = id(way), now, is_loop and self.device is None
             self._batches += 1
-            self._waited_ns += waited if is_loop else 0
+            if is_loop:
+                self._waited_ns += waited_ns
         elif way.asked_ns == asked_ns:  # else it is for evaluation
-            way.waited_ns += waited
+            way.waited_ns += waited_ns
             way.got_ns = now
 
     def exhausted(self, way: Pass, asked_ns: int, thread: int) -> None:
         """There is no batch left, or none came."""
         now = self._now()
         self.asking.discard(thread)
-        way.over, way.left_ns = True, now
+        way.over, way.left_ns, self._is_regular, self._expected = True, now, False, 0
         if way.trains and self._gave not in (0, id(way)):  # another loader goes on: only this one begins again
             self._waited_ns += now - asked_ns
             return
         self._fetched_ns = self._known_ns = 0
-        if self._evaluator is not None and self._evaluator() is way:
-            self._end_evaluation(now)
+        if self.evaluation.reads_from(way):
+            self.evaluation.end(now)
         elif not way.trains:
             self._unknown = [ref for ref in self._unknown if ref() is not way]
             if way.fetches == 1:
@@ -244,11 +207,11 @@ class Tracker:
 
     def dropped(self, way: Pass) -> None:
         """Nobody will ask this loader again: the loop was left, or only one batch was wanted."""
-        way.over, way.left_ns = True, self._now()
+        way.over, way.left_ns, self._is_regular, self._expected = True, self._now(), False, 0
         if self.is_retired or not way.fetches:
             return
-        if self._evaluator is not None and self._evaluator() in (way, None):
-            self._end_evaluation(way.left_ns)
+        if self.evaluation.reads_from(way, or_is_gone=True):
+            self.evaluation.end(way.left_ns)
         elif not way.trains:
             if way.got_ns:  # else it was read for evaluation alone
                 self._unknown = [ref for ref in self._unknown if ref() is not None]
@@ -267,28 +230,13 @@ class Tracker:
             setattr(twin, name, getattr(way, name))
         self._left = [*self._left[-7:], twin]
 
-    # --- evaluation ---
-
     def _is_for_evaluation(self, way: Pass) -> bool:
         """Whether a batch fetched now is not to train on. Before the first step, that cannot be told."""
         if self.is_retired or not self._count:
             return False
         if not self.gradients_on():
             return not way.loader.is_quiet
-        return not way.trains and not way.loader.trains and self._is_in_evaluation_mode()
-
-    def _evaluate(self, way: Pass) -> None:
-        """Begin an evaluation, unless one is under way."""
-        if self._span is None:
-            self._span = self._recorder.span(Activity.EVALUATION)
-            self._span.__enter__()
-            self._evaluator = weakref.ref(way)
-
-    def _end_evaluation(self, at_ns: int) -> None:
-        span, self._span, self._evaluator = self._span, None, None
-        if span is not None:
-            span.end(at_ns)
-            self._evaluated_ns = at_ns
+        return not way.trains and not way.loader.trains and self.evaluation.is_in_mode()
 
     def _was_evaluation(self, way: Pass) -> None:
         """Record a pass that ended without a step."""
@@ -298,70 +246,6 @@ class Tracker:
             what = Activity.EVALUATION if self._count else Activity.PREPROC_CREATION
             self._recorder.period(what, way.began_ns, way.left_ns)
 
-    def saves(self) -> None:
-        """Something is about to be saved: an evaluation that has left its model in evaluation mode is over now."""
-        ended_ns, self._evaluated_ns = self._evaluated_ns, None
-        if ended_ns is not None and self._is_in_evaluation_mode():
-            self._recorder.period(Activity.EVALUATION, ended_ns, self._now())
-
-    def to_evaluation_mode(self, module: Any, plays: bool = False) -> None:
-        """The model that is trained, or most of it, was switched to evaluation. If it plays, it collects experience to
-        train on, and does not evaluate."""
-        if self._window is None or self._window[0]() is None:
-            self._window = (weakref.ref(module), self._now(), plays)
-
-    def to_training_mode(self, module: Any) -> bool:
-        """A model was switched to training; True if it was the one that evaluated."""
-        if self._window is None or self._window[0]() is not module:
-            return False
-        self._close_window(self._now())
-        return True
-
-    def _close_window(self, now: int) -> None:
-        assert self._window is not None
-        _, began_ns, plays = self._window
-        has_read = self._span is not None or self._evaluated_ns is not None
-        self._end_evaluation(now)
-        if plays and not has_read:
-            self._plays(began_ns, now)
-        elif self._count:
-            self._recorder.period(Activity.EVALUATION, began_ns, now)
-        self._window = None
-
-    def _plays(self, began_ns: int, ended_ns: int) -> None:
-        """The model has collected experience: the next step began with that."""
-        self._played_ns = self._played_ns or began_ns
-        self._recorder.period(ROLLOUT, began_ns, ended_ns)
-
-    def was_quiet(self, began_ns: int, ended_ns: int, plays: bool) -> None:
-        """Gradients were off for a while in the thread that trains."""
-        if self.is_retired or self._window is not None:
-            return
-        if plays and self._span is None:
-            self._plays(began_ns, ended_ns)
-        elif self._count:
-            self._quiet.append((began_ns, ended_ns))
-
-    def _judge_quiet(self) -> None:
-        periods, self._quiet = self._quiet, []
-        is_rare, self._quiet_at = self._count - self._quiet_at >= RARE, self._count
-        for began_ns, ended_ns in periods if is_rare else ():
-            self._recorder.period(Activity.EVALUATION, began_ns, ended_ns)
-
-    def computes_gradients(self) -> None:
-        """A gradient is computed: whatever mode the model is in, this is part of a step."""
-        self._window = None
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether the trained model was switched to evaluation, and not back."""
-        return self._window is not None and self._window[0]() is not None
-
-    def _is_in_evaluation_mode(self) -> bool:
-        """Whether a model that was switched to evaluation still is; before the first step that means nothing."""
-        module = self._window[0]() if self._window and self._count else None
-        return module is not None and not module.training
-
     # --- steps ---
 
     def stepped(self, optimizer: Any) -> None:
@@ -369,33 +253,29 @@ class Tracker:
         lead = self._lead_ref
         is_lead = lead is not None and lead() is optimizer
         if not is_lead and not self._takes_lead(optimizer):
-            self._window = None
+            self.evaluation.computes_gradients()
             return
         now = self._now()
         if not self.running:
             self._open(optimizer, now, is_lead)
-        elif self._unknown or self._left or self._span is not None or self.past.loads:
+        elif self._unknown or self._left or self.past.loads or (self.evaluation.has_news and self.evaluation.reads):
             self._sort_out(optimizer, now, is_lead)
-        if self._quiet:
-            self._judge_quiet()
-        waited, self._waited_ns = self._waited_ns, 0
-        self._window = self._evaluated_ns = None
+        if self.evaluation.has_news:
+            self.evaluation.stepped(self._count)
         if self._others:
             self._others.clear()
         if self._empty_ns is not None:
             self._empty_ns = now
         if self._stepped_ns:
             self._paces.append(now - self._stepped_ns)
-        self._stepped_ns = now
-        self._fetched_ns = self._known_ns = self._played_ns = self._gave = 0
+        self._expected = self._gave if self._is_regular else 0
+        self._is_regular = False
         self._singles = self._singles + 1 if self._batches == 1 else 0
-        self._batches = 0
+        waited_ns, self._waited_ns = self._waited_ns, 0
+        self._fetched_ns = self._known_ns = self._gave = self._batches = 0
+        self._stepped_ns = now
         self._count += 1
-        self._meter.step(now, waited, BETWEEN if self._by_loader else now)
-
-    def began(self, at_ns: int) -> None:
-        """The first step, which is done in a moment, began at this time, if no batch says better."""
-        self._played_ns = self._played_ns or at_ns
+        self._meter.step(now, waited_ns, BETWEEN if self._by_loader else now)
 
     def skipped(self) -> None:
         """A gradient scaler decides whether its optimizer steps: the batch counts as trained either way."""
@@ -428,6 +308,7 @@ class Tracker:
     def _open(self, optimizer: Any, now: int, is_lead: bool) -> None:
         """The first step of a loop is done: since when it was under way, and where in the data, is found out here."""
         ways = self._recognise(now)
+        self.evaluation.has_trained = True
         began = self._began_ns(ways, now)
         self.running, self._stepped_ns = True, began
         goes_on = self.past.is_filled or (self.past.loads and not self._count)
@@ -460,12 +341,13 @@ class Tracker:
 
     def _began_ns(self, ways: list[Pass], now: int) -> int:
         """When the first step of a loop began: with its first batch, or with the experience collected for it."""
-        began = min([way.began_ns for way in ways], default=self._played_ns or now)
-        return min(began, self._played_ns) if self._played_ns else began
+        played_ns = self.evaluation.played_ns
+        began = min([way.began_ns for way in ways], default=played_ns or now)
+        return min(began, played_ns) if played_ns else began
 
     def _recognise(self, now: int) -> list[Pass]:
         """The passes that turn out to train, now that an optimizer has stepped. Their waits are added to the step's."""
-        if self._span is not None:
+        if self.evaluation.reads:
             self._step_in_evaluation(now)
         opened = [way for ref in self._unknown if (way := ref()) is not None and not way.over]
         is_loud = any(not way.is_quiet for way in opened)
@@ -497,12 +379,12 @@ class Tracker:
     def _step_in_evaluation(self, now: int) -> None:
         """An optimizer has stepped while evaluation seems to be under way. It ended before this step began; or it was
         none, and the program only trains in evaluation mode, or fetches its batches while gradients are off."""
-        way = self._evaluator() if self._evaluator is not None else None
-        self._end_evaluation(max(now - self._pace_ns(), self._stepped_ns))
+        way = self.evaluation.evaluator
+        self.evaluation.end(max(now - self._pace_ns(), self._stepped_ns))
         if way is None or self._fetched_ns:
             return
         follows, way.drawn_at = way.drawn_at == self._count - 1, self._count
-        if self._is_in_evaluation_mode() or follows:
+        if self.evaluation.is_in_mode() or follows:
             way.is_quiet = follows
             self._train([way])
 
@@ -547,11 +429,11 @@ class Tracker:
                 self._unknown.append(weakref.ref(way))
             return
         self.running = way.resumes = True
-        self._stepped_ns = self._played_ns or now
+        self._stepped_ns = self.evaluation.played_ns or now
         self._meter.resume(self._stepped_ns)
 
     def _pause(self) -> None:
-        self.running, self._waited_ns = False, 0
+        self.running, self._waited_ns, self._expected = False, 0, 0
         self._meter.pause(self._empty_ns)
         self._empty_ns = None
 
@@ -569,14 +451,13 @@ class Tracker:
 
     def finish(self) -> None:
         """The process ends: the loop ended with its last step."""
-        if self._span is not None:
-            self._end_evaluation(self._now())
+        self.evaluation.end(self._now())
         for way in self._left:
             self._was_evaluation(way)
-        self._judge_quiet()
+        self.evaluation.judge_quiet(self._count)
         if self.running:
             self._pause()
-        self.is_retired = True
+        self.is_retired = self.evaluation.is_retired = True
 
     def retire(self) -> None:
         """The script measures its steps itself."""

@@ -50,12 +50,12 @@ class Modes:
     def _evaluates(self, model: Any, result: Any, error: BaseException | None) -> None:
         """A model was switched to evaluation."""
         session, tracker = self._session, self._session.tracker
-        if tracker is None or tracker.evaluating or session.is_open(Activity.EVALUATION):
+        if tracker is None or tracker.evaluation.is_in_window or session.is_open(Activity.EVALUATION):
             return
         plays = self._is_to_play(sys._getframe(2))
         if not (plays if tracker.lead is None else self._is_trained(model)):
             return
-        tracker.to_evaluation_mode(model, plays)
+        tracker.evaluation.to_evaluation_mode(model, plays)
         for patch, watcher in self._watch():
             if patch.state == "off":
                 patch.put(watcher)  # unless somebody else has put something there
@@ -85,12 +85,17 @@ class Modes:
 
     def _trains(self, model: Any, result: Any, error: BaseException | None) -> None:
         tracker = self._session.tracker
-        if tracker is None or not tracker.evaluating or (model is not None and tracker.to_training_mode(model)):
+        evaluation = tracker.evaluation if tracker is not None else None
+        if (
+            evaluation is None
+            or not evaluation.is_in_window
+            or (model is not None and evaluation.to_training_mode(model))
+        ):
             self._rest()
 
     def _computes_gradients(self, *args: Any, **kwargs: Any) -> None:
         if self._session.tracker is not None:
-            self._session.tracker.computes_gradients()
+            self._session.tracker.evaluation.computes_gradients()
         self._rest()
 
     def _rest(self) -> None:
@@ -131,7 +136,7 @@ class Modes:
             return
         now = recorder.now_ns()
         if now - began_ns > LEAST_NS:
-            tracker.was_quiet(began_ns, now, self._is_to_play(sys._getframe(3)))
+            tracker.evaluation.was_quiet(began_ns, now, self._is_to_play(sys._getframe(3)))
 
     # --- what it is for ---
 
