@@ -450,7 +450,7 @@ UPLOAD_TWICE = """
     ours, theirs = wire.pair()
     uploader = Uploader(theirs)
     for _ in range(2):
-        uploader._active.append(tag)
+        uploader._active.add((tag, 0))
         uploader._do(task, arena)
 """
 

@@ -28,6 +28,7 @@ def torch_of_our_own(folder: Path, text: str) -> str:
     return str(folder)
 
 
+@pytest.mark.thorough
 def test_this_torch_is_examined_together_with_what_is_around_it(home: Path) -> None:
     done = doctor("--json", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0", OMP_NUM_THREADS="4096", CXX="no-such-compiler")
     assert done.returncode == 0, "what hurts does not change the exit code: " + done.stderr

@@ -196,6 +196,7 @@ def test_what_is_compiled_during_a_save_is_saved_at_the_end(tmp_path: Path, monk
     assert {"file/one", "file/two"} <= Store(str(tmp_path / "store")).load(session.key).members.keys()
 
 
+@pytest.mark.thorough
 def test_an_unmodified_program_finds_and_keeps_what_it_compiles_and_its_first_batch(tmp_path: Path) -> None:
     one, two = Machine(tmp_path / "one"), Machine(tmp_path / "two")
     through = [*EXEC, str(tmp_path / "store")]

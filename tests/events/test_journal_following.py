@@ -4,7 +4,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from journals import HOW_TO_WRITE, numbers, read, write_as
+from journals import numbers, read, write_as
 
 from headway.events.journal import Follower, Writer
 from headway.events.vocabulary import Mark, encode
@@ -26,7 +26,7 @@ def write_fast(path: Path, how: str, polls: "multiprocessing.synchronize.Semapho
     writer.close()
 
 
-@pytest.mark.parametrize("how", HOW_TO_WRITE)
+@pytest.mark.parametrize("how", ["mapped", pytest.param("plain", marks=pytest.mark.thorough)])
 def test_a_follower_sees_each_record_once_and_no_torn_cell(tmp_path: Path, how: str) -> None:
     path = tmp_path / "live.hwj"
     spawn = multiprocessing.get_context("spawn")

@@ -82,7 +82,7 @@ def record_from_a_handler(path: Path, how: str) -> None:
     assert [(name, begin.attrs) for name, begin in spans] == [("handler", {"n": n}) for n in range(next(told))]
 
 
-@pytest.mark.parametrize("how", HOW_TO_WRITE)
+@pytest.mark.parametrize("how", ["mapped", pytest.param("plain", marks=pytest.mark.thorough)])
 def test_a_signal_handler_may_record_while_a_record_is_being_written(tmp_path: Path, how: str) -> None:
     assert apart(record_from_a_handler, tmp_path / "a.hwj", how) == 0
 

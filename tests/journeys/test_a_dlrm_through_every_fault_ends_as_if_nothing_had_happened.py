@@ -72,6 +72,7 @@ def assert_accounted(outcome: Outcome) -> None:
     assert outcome.report["unattributed_s"] < 0.01 * outcome.report["wall_s"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("example", [EAGER], indirect=True, ids=["eager"])
 @pytest.mark.timeout(900)
 @pytest.mark.needs("g++")

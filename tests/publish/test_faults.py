@@ -406,6 +406,7 @@ def is_alive(pid: int) -> bool:
 # --- an object store -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_versions_in_an_object_store_are_compared_served_and_rolled_back(s3_root: str, tmp_path: Path) -> None:  # noqa: F811
     place = Publishing(tmp_path)
     place.to = s3_root  # type: ignore[assignment]

@@ -106,7 +106,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize(
-    "launcher", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("python", "torchrun")), "headway run"]
+    "launcher", ["python", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("torchrun", "headway run"))]
 )
 def test_a_publisher_outlives_its_trainer_and_holds_none_of_its_pipes(desk: Desk, launcher: str) -> None:
     trainer = train(desk, *LAUNCHERS[launcher])

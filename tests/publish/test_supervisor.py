@@ -192,7 +192,7 @@ def test_a_worker_that_hangs_and_knows_no_stacks_is_ended_all_the_same(desk: Des
     assert heard.ends[0].stalled_s is not None
 
 
-@pytest.mark.parametrize("plan", ["burn=7", "tick=7"])
+@pytest.mark.parametrize("plan", [pytest.param("burn=7", marks=pytest.mark.thorough), "tick=7"])
 def test_a_worker_that_computes_or_tells_how_far_it_is_does_not_hang(desk: Desk, plan: str) -> None:
     code, heard = run(desk, f"{plan}+publish", stall_s=5.0)  # a busy machine may stop it for a second or two
     assert (code, heard.ends) == (0, [])

@@ -110,6 +110,7 @@ def test_tables_that_update_themselves_in_the_backward_are_as_they_were(kind: st
         assert_used(each)
 
 
+@pytest.mark.thorough
 @pytest.mark.needs("g++")
 @pytest.mark.needs_package("cryptography")
 def test_what_a_batch_looks_like_comes_with_the_compiled_code(tmp_path: Path) -> None:
