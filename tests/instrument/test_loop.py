@@ -47,14 +47,16 @@ class Scene:
         self.optimizer = Optimizer()
 
     def fetch(self, way: Pass, wait: float) -> None:
-        asked = self.tracker.fetching(way, threading.get_ident())
+        asked = self.tracker.fetching(way)
+        assert asked is not None
         self.clock.advance(wait)
-        self.tracker.fetched(way, asked, threading.get_ident())
+        self.tracker.fetched(way, asked)
 
     def stop(self, way: Pass, wait: float = 0.0) -> None:
-        asked = self.tracker.fetching(way, threading.get_ident())
+        asked = self.tracker.fetching(way)
+        assert asked is not None
         self.clock.advance(wait)
-        self.tracker.exhausted(way, asked, threading.get_ident())
+        self.tracker.exhausted(way, asked)
 
     def step(self, work: float, *optimizers: Optimizer) -> None:
         self.clock.advance(work)

@@ -275,12 +275,13 @@ class CellWriter:
     def __init__(self, memory: mmap.mmap | PlainFile) -> None:
         self._plain = memory if isinstance(memory, PlainFile) else None
         self._buffer = bytearray(HEADER_BYTES) if isinstance(memory, PlainFile) else memory
-        self._number = 0
+        self._number, self._since_at = 0, _SLOTS[0] + _SINCE_AT
 
     def write(self, first: int, next: int, begin: int, end: int, data: int, count: int, since: int) -> None:
         """Stores a `Cell`'s fields."""
         number = self._number = self._number + 1
         slot = _SLOTS[number & 1]
+        self._since_at = slot + _SINCE_AT
         _pack_cell(self._buffer, slot, number, first, next, begin, end, data, count, since, number)
         if self._plain is not None:
             with contextlib.suppress(OSError):  # the header's block was allocated when the file was made
@@ -288,11 +289,10 @@ class CellWriter:
 
     def touch(self, since: int) -> None:
         """Store a new `since` into the slot that was written last: eight aligned bytes, stored at once."""
-        at = _SLOTS[self._number & 1] + _SINCE_AT
-        _pack_since(self._buffer, at, since)
+        _pack_since(self._buffer, self._since_at, since)
         if self._plain is not None:
             with contextlib.suppress(OSError):  # as above
-                self._plain[at : at + _SINCE.size] = _SINCE.pack(since)
+                self._plain[self._since_at : self._since_at + _SINCE.size] = _SINCE.pack(since)
 
 
 _pack_cell, _pack_since = _CELL.pack_into, _SINCE.pack_into

@@ -16,7 +16,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
 from headway.events.clock import Clock
-from headway.events.journal import Nowhere, Writer
+from headway.events.journal import CellWriter, Nowhere, Writer
 from headway.events.vocabulary import (
     KNOWN_NAMES,
     OWN_NAMES,
@@ -120,7 +120,7 @@ class Recorder:
         """Silences this recorder in a forked child: the journal belongs to its parent."""
         self.writer = nowhere = Nowhere()
         self._append = nowhere.append
-        self.steps_meter._cell = nowhere.cell
+        self.steps_meter.write_to(nowhere.cell)
 
     def _number(self, name: str) -> int:
         text = clean_text(name)
@@ -174,11 +174,11 @@ class StepMeter:
     """
 
     __slots__ = ("_begin", "_cell", "_count", "_data", "_end", "_first", "_flags", "_left", "_limit", "_mark", "_next",
-                 "_now", "_open", "_recorder", "_since", "_spans", "_undo", "_unlike")  # fmt: skip
+                 "_now", "_open", "_recorder", "_since", "_spans", "_undo", "_unlike", "waits")  # fmt: skip
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
-        self._cell = recorder.writer.cell
+        self.write_to(recorder.writer.cell)
         self._now = recorder.now_ns
         self._open = False
         self._first = self._next = self._mark = 0
@@ -188,6 +188,12 @@ class StepMeter:
         self._left: tuple[CodeType, int] | None = None
         self._undo = (0, 0, 0, 0)
         self._spans = 0
+
+    def write_to(self, cell: CellWriter) -> None:
+        """Keep the steps in this cell from now on."""
+        self._cell = cell
+        self.waits = cell.touch
+        """Called with 0 when the step under way waits for data, and with the time when it has it."""
 
     def open(
         self, first: int | None = None, batch_size: int | None = None, at_ns: int | None = None,
@@ -242,22 +248,25 @@ class StepMeter:
     def step(self, now_ns: int, waited_ns: int, since_ns: int) -> None:
         """A step is done at `now_ns`, and waited for data somewhere in it; the next begins here. `since_ns` as in the
         cell: now if the next is under way at once, -1 if the loop may be over."""
-        took = now_ns - self._end
-        unlike = took > self._limit
+        count = self._count + 1
+        if now_ns - self._end > self._limit or count >= RUN_LIMIT:
+            self._step_apart(now_ns, waited_ns)
+        else:
+            self._data += waited_ns
+            self._count, self._end = count, now_ns
+            self._next += 1
+        self._cell.write(self._first, self._next, self._begin, now_ns, self._data, self._count, since_ns)
+
+    def _step_apart(self, now_ns: int, waited_ns: int) -> None:
+        """A step that ends its run: it is unlike the others, or there are enough of them."""
+        unlike = now_ns - self._end > self._limit
         if unlike and self._count:
             self._write_run()
         self._data += waited_ns
-        self._count = count = self._count + 1
-        self._end = now_ns
+        self._count, self._end = self._count + 1, now_ns
         self._next += 1
-        if unlike or count >= RUN_LIMIT:
-            self._adapt(now_ns - self._begin, unlike)
-            self._write_run()
-        self._cell.write(self._first, self._next, self._begin, now_ns, self._data, self._count, since_ns)
-
-    def waits(self, since_ns: int) -> None:
-        """The step under way waits for data (0), or has it since `since_ns`."""
-        self._cell.touch(since_ns)
+        self._adapt(now_ns - self._begin, unlike)
+        self._write_run()
 
     def pause(self, at_ns: int | None = None) -> None:
         """The loop is over for now. `at_ns`: the last step's own work went on until then."""
@@ -273,6 +282,16 @@ class StepMeter:
         if not self._count:  # else the last run found no space, and goes on
             self._begin = self._end = max(at_ns, self._end)
         self._store(0)
+
+    @property
+    def ended_ns(self) -> int:
+        """When the last step ended, or the loop began."""
+        return self._end
+
+    @property
+    def typical_ns(self) -> int:
+        """How long the last steps took, on average."""
+        return (self._end - self._begin) // self._count if self._count else self._limit // 3
 
     @property
     def steps_done(self) -> int:

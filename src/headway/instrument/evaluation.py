@@ -15,18 +15,25 @@ RARE = 3
 """A block without gradients is evaluation if this many steps before it had none; otherwise it is part of each step."""
 
 
+class News:
+    """Whether something has happened since the last step besides training: whoever sees it sets it."""
+
+    __slots__ = ("any",)
+
+    def __init__(self) -> None:
+        self.any = True
+
+
 class Evaluation:
     """Follows the evaluations and rollouts of one process."""
 
     __slots__ = (
-        "_evaluated_ns", "_evaluator", "_now", "_quiet", "_quiet_at", "_recorder", "_span", "_window", "has_news",
+        "_evaluated_ns", "_evaluator", "_now", "_quiet", "_quiet_at", "_recorder", "_span", "_window", "_news",
         "has_trained", "is_retired", "played_ns",
     )  # fmt: skip
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._now = recorder, recorder.now_ns
-        self.has_news = False
-        """Whether anything has happened here since the last step."""
+    def __init__(self, recorder: Recorder, news: News) -> None:
+        self._recorder, self._now, self._news = recorder, recorder.now_ns, news
         self.has_trained = self.is_retired = False
         self._span: Span | None = None
         self._evaluator: weakref.ref[Pass] | None = None
@@ -61,7 +68,7 @@ class Evaluation:
     def begin(self, way: Pass) -> None:
         """Begin an evaluation, unless one is under way."""
         if self._span is None:
-            self.has_news = True
+            self._news.any = True
             self._span = self._recorder.span(Activity.EVALUATION)
             self._span.__enter__()
             self._evaluator = weakref.ref(way)
@@ -71,7 +78,7 @@ class Evaluation:
         span, self._span, self._evaluator = self._span, None, None
         if span is not None:
             span.end(at_ns)
-            self.has_news, self._evaluated_ns = True, at_ns
+            self._news.any, self._evaluated_ns = True, at_ns
 
     def saves(self) -> None:
         """Something is about to be saved: an evaluation that has left its model in evaluation mode is over now."""
@@ -95,7 +102,7 @@ class Evaluation:
         """The model that is trained, or most of it, was switched to evaluation. If it plays, it collects experience to
         train on, and does not evaluate."""
         if not self.is_in_window:
-            self.has_news = True
+            self._news.any = True
             self._window = (weakref.ref(module), self._now(), plays)
 
     def to_training_mode(self, module: Any) -> bool:
@@ -131,7 +138,7 @@ class Evaluation:
         if plays and self._span is None:
             self._plays(began_ns, ended_ns)
         elif self.has_trained:
-            self.has_news = True
+            self._news.any = True
             self._quiet.append((began_ns, ended_ns))
 
     def judge_quiet(self, steps: int) -> None:
@@ -145,13 +152,13 @@ class Evaluation:
 
     def _plays(self, began_ns: int, ended_ns: int) -> None:
         """The model has collected experience: the next step began with that."""
-        self.has_news = True
+        self._news.any = True
         self.played_ns = self.played_ns or began_ns
         self._recorder.period(ROLLOUT, began_ns, ended_ns)
 
     def began(self, at_ns: int) -> None:
         """The first step, which is done in a moment, began at this time, if no batch says better."""
-        self.has_news = True
+        self._news.any = True
         self.played_ns = self.played_ns or at_ns
 
     def stepped(self, steps: int) -> None:
@@ -159,4 +166,3 @@ class Evaluation:
         self.judge_quiet(steps)
         self._window = self._evaluated_ns = None
         self.played_ns = 0
-        self.has_news = self._span is not None

@@ -218,30 +218,32 @@ def _loaders(session: "Session", loader_class: Any, iterator_class: Any) -> None
             if error is None and isinstance(iterator, iterator_class):
                 setattr(iterator, ways, way)
             else:
-                session.tracker.exhausted(way, way.began_ns, way.thread)
+                session.tracker.exhausted(way, way.began_ns)
 
     whole.put(around(whole, begins, ready))
     original, failed = patch.original, patch.failed
 
     def __next__(self: Any) -> Any:  # noqa: N807
-        tracker, way, thread = session.tracker, self.__dict__.get(ways), get_ident()
-        if tracker is None or way is None or patch.state != "on" or thread in tracker.asking:
+        tracker, way = session.tracker, self.__dict__.get(ways)
+        if tracker is None or way is None or patch.state != "on":
             return original(self)
         try:
-            asked = tracker.fetching(way, thread)
+            asked = tracker.fetching(way)
         except Exception as error:  # measuring must not stop the job: the hook is switched off, and that is journaled
             failed(error)
+            asked = None
+        if asked is None:
             return original(self)
         try:
             batch = original(self)
         except BaseException:
             try:
-                tracker.exhausted(way, asked, thread)
+                tracker.exhausted(way, asked)
             except Exception as error:  # as above
                 failed(error)
             raise
         try:
-            tracker.fetched(way, asked, thread)
+            tracker.fetched(way, asked)
             if session.awaits_batch:
                 session.came(batch)
         except Exception as error:  # as above

@@ -21,7 +21,6 @@ No torch here: everything known about it comes in as calls.
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ from headway.events.journal import BETWEEN
 from headway.events.recorder import Recorder
 from headway.events.vocabulary import Activity
 from headway.instrument.devices import DeviceWaits
-from headway.instrument.evaluation import Evaluation
+from headway.instrument.evaluation import Evaluation, News
 from headway.instrument.passes import Loader, Pass
 from headway.instrument.past import Past
 
@@ -52,17 +51,18 @@ class Tracker:
     """Follows one process's training loop."""
 
     __slots__ = (
-        "_batches", "_by_loader", "_count", "_empty_ns", "_expected", "_fetched_ns", "_gave", "_gave_ns", "_is_regular",
-        "_known_ns", "_lead_ref", "_left", "_left_out_at", "_meter", "_now", "_others", "_paces", "_recorder",
-        "_singles", "_stepped_ns", "_unknown", "_waited_ns", "asking", "device", "evaluation", "gradients_on",
-        "is_retired", "on_fetch_elsewhere", "past", "running", "thread",
+        "_asked_ns", "_batches", "_by_loader", "_count", "_cruises", "_empty_ns", "_expected", "_fetched_ns", "_gave",
+        "_gave_ns", "_is_regular", "_known_ns", "_lead_ref", "_left", "_left_out_at", "_meter", "_news", "_now",
+        "_others", "_recorder", "_singles", "_stepped_ns", "_unknown", "_waited_ns", "asking", "device", "evaluation",
+        "gradients_on", "is_retired", "on_fetch_elsewhere", "past", "running", "thread",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, gradients_on: Callable[[], bool] = lambda: True) -> None:
         self._recorder, self._now = recorder, recorder.now_ns
         self._meter = recorder.steps_meter
         self.gradients_on = gradients_on
-        self.evaluation, self.past = Evaluation(recorder), Past(recorder)
+        self._news = News()
+        self.evaluation, self.past = Evaluation(recorder, self._news), Past(recorder, self._news)
         self.thread = 0
         """The thread that trains; 0 until one has."""
         self.running = self.is_retired = False
@@ -73,7 +73,7 @@ class Tracker:
         """Set where steps run on a device that does not wait for the host."""
         self.on_fetch_elsewhere: Callable[[], None] | None = None
         """Called once if batches turn out to be fetched in another thread than the one that trains."""
-        self._lead_ref: weakref.ref[Any] | None = None
+        self._lead_ref: Callable[[], Any] = lambda: None
         self._others: dict[int, int] = {}
         """How often other optimizers have stepped since the lead has."""
         self._by_loader = False
@@ -85,9 +85,9 @@ class Tracker:
         self._gave = self._gave_ns = 0
         """Which pass that trains has given the last batch, and when; 0 after each step."""
         self._is_regular = False
-        """Whether it did so in the thread that trains, …"""
-        self._expected = 0
-        """… so that it is expected to give the next one, too. Never a pass that is over: another may get its id."""
+        """Whether it is the only one since the last step, and the thread that trains has asked for it."""
+        self._cruises = self._expected = self._asked_ns = 0
+        """The pass that gives each step its one batch; the same until that is asked for; when it was. See `_land`."""
         self._batches = self._singles = 0
         """Batches since the last step, and how many steps in a row took one each."""
         self._left_out_at = -2
@@ -97,7 +97,6 @@ class Tracker:
         self._left: list[Pass] = []
         """Those of them that were dropped since: copies."""
         self._stepped_ns = self._count = 0
-        self._paces: deque[int] = deque(maxlen=9)
         recorder.told = self.retire
 
     # --- data ---
@@ -120,18 +119,37 @@ class Tracker:
         else:
             self._recorder.period(Activity.DATA_WAIT, way.began_ns, now)
 
-    def fetching(self, way: Pass, thread: int) -> int:
-        """A batch is asked for in this thread. Returns the time."""
-        self.asking.add(thread)
+    def fetching(self, way: Pass) -> int | None:
+        """A batch is asked for. Returns the time; None if this thread is waiting for another batch, and asks for this
+        one on the way."""
         now = self._now()
-        if self._expected == id(way) and not self.evaluation.has_news and self.gradients_on():
-            self._expected, self._fetched_ns, self._known_ns = 0, now, now
+        if self._expected == id(way) and not self._news.any and self.gradients_on():
+            self._expected, self._asked_ns = 0, now
+            self.asking.add(self.thread)
             self._meter.waits(0)
-        elif self._is_for_evaluation(way):
+            return now
+        thread = _thread()
+        if thread in self.asking:
+            return None
+        self._land()
+        self.asking.add(thread)
+        if self._is_for_evaluation(way):
             self.evaluation.begin(way)
         else:
             self._ask(way, thread, now)
         return now
+
+    def _land(self) -> None:
+        """Something else happens than one batch from the same pass, one step, and so on: until now, only times were
+        noted, and here the rest is made up for."""
+        if not self._cruises:
+            return
+        if self._asked_ns:
+            self._fetched_ns = self._known_ns = self._asked_ns
+            if self._gave_ns >= self._asked_ns:  # else another thread lands, and the batch is still to come
+                self._gave, self._batches, self._is_regular = self._cruises, 1, True
+        self._singles, self._stepped_ns = SINGLES, self._meter.ended_ns
+        self._cruises = self._expected = self._asked_ns = 0
 
     def _ask(self, way: Pass, thread: int, now: int) -> None:
         """A batch to train on is asked for, as far as can be told."""
@@ -161,32 +179,44 @@ class Tracker:
             way.thread, way.began_ns = thread, now
         way.asked_ns, way.is_quiet = now, not self.gradients_on()
         if not any(ref() is way for ref in self._unknown):
-            self._unknown = [*self._unknown[-7:], weakref.ref(way)]
+            self._unknown, self._is_regular = [*self._unknown[-7:], weakref.ref(way)], False
 
-    def fetched(self, way: Pass, asked_ns: int, thread: int) -> None:
+    def fetched(self, way: Pass, asked_ns: int) -> None:
         """It has come."""
         now = self._now()
-        self.asking.discard(thread)
         way.fetches += 1
-        waited_ns, is_loop = now - asked_ns, thread == self.thread and self._by_loader
-        if is_loop and way.loader.trains and not (self.evaluation.has_news and self.evaluation.reads):
+        if self._asked_ns == asked_ns:
+            self.asking.discard(self.thread)
+            self._gave_ns, self._waited_ns = now, now - asked_ns
+            self._meter.waits(now)
+        else:
+            self._came(way, asked_ns, now, _thread())
+
+    def _came(self, way: Pass, asked_ns: int, now: int, thread: int) -> None:
+        """A batch has come, and not from where it was expected."""
+        self.asking.discard(thread)
+        waited_ns, is_loop = now - asked_ns, self._by_loader and thread == self.thread
+        if is_loop and way.loader.trains and not self.evaluation.reads:
             if self.device is not None:
                 waited_ns = self.device.came(waited_ns)
             self._meter.waits(now)
         if way.trains:
-            self._gave, self._gave_ns, self._is_regular = id(way), now, is_loop and self.device is None
+            self._gave, self._gave_ns = id(way), now
             self._batches += 1
-            if is_loop:
-                self._waited_ns += waited_ns
+            self._is_regular = is_loop and self.device is None and self._batches == 1
+            self._waited_ns += waited_ns if is_loop else 0
         elif way.asked_ns == asked_ns:  # else it is for evaluation
             way.waited_ns += waited_ns
             way.got_ns = now
 
-    def exhausted(self, way: Pass, asked_ns: int, thread: int) -> None:
+    def exhausted(self, way: Pass, asked_ns: int) -> None:
         """There is no batch left, or none came."""
-        now = self._now()
+        now, thread = self._now(), _thread()
+        if self._asked_ns == asked_ns:
+            self._asked_ns = 0  # none came
+        self._land()
         self.asking.discard(thread)
-        way.over, way.left_ns, self._is_regular, self._expected = True, now, False, 0
+        way.over, way.left_ns, self._is_regular = True, now, False
         if way.trains and self._gave not in (0, id(way)):  # another loader goes on: only this one begins again
             self._waited_ns += now - asked_ns
             return
@@ -207,7 +237,8 @@ class Tracker:
 
     def dropped(self, way: Pass) -> None:
         """Nobody will ask this loader again: the loop was left, or only one batch was wanted."""
-        way.over, way.left_ns, self._is_regular, self._expected = True, self._now(), False, 0
+        self._land()
+        way.over, way.left_ns, self._is_regular = True, self._now(), False
         if self.is_retired or not way.fetches:
             return
         if self.evaluation.reads_from(way, or_is_gone=True):
@@ -221,6 +252,7 @@ class Tracker:
 
     def waited(self, ns: int) -> None:
         """The thread that trains has waited for a batch that another thread had fetched."""
+        self._land()
         self._waited_ns += ns
 
     def _leave(self, way: Pass) -> None:
@@ -228,7 +260,7 @@ class Tracker:
         twin = Pass(way.dropped, way.loader, way.began_ns)
         for name in Pass.KEPT:
             setattr(twin, name, getattr(way, name))
-        self._left = [*self._left[-7:], twin]
+        self._left, self._is_regular = [*self._left[-7:], twin], False
 
     def _is_for_evaluation(self, way: Pass) -> bool:
         """Whether a batch fetched now is not to train on. Before the first step, that cannot be told."""
@@ -250,35 +282,44 @@ class Tracker:
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        lead = self._lead_ref
-        is_lead = lead is not None and lead() is optimizer
-        if not is_lead and not self._takes_lead(optimizer):
-            self.evaluation.computes_gradients()
-            return
         now = self._now()
+        if not self._asked_ns or self._news.any or self._lead_ref() is not optimizer:
+            self._land()
+            if not self._finds_step(optimizer, now):
+                return
+        self._expected, self._asked_ns = self._cruises, 0
+        self._count += 1
+        self._meter.step(now, self._waited_ns, BETWEEN if self._by_loader else now)
+        self._waited_ns = 0
+
+    def _finds_step(self, optimizer: Any, now: int) -> bool:
+        """Find out what has happened since the last step. Returns whether this is one."""
+        is_lead = self._lead_ref() is optimizer
+        if not is_lead and not self._takes_lead(optimizer):
+            self._is_regular = False
+            self.evaluation.computes_gradients()
+            return False
         if not self.running:
             self._open(optimizer, now, is_lead)
-        elif self._unknown or self._left or self.past.loads or (self.evaluation.has_news and self.evaluation.reads):
+        elif self._unknown or self._left or self.past.loads or self.evaluation.reads:
             self._sort_out(optimizer, now, is_lead)
-        if self.evaluation.has_news:
+        if self._news.any:
             self.evaluation.stepped(self._count)
-        if self._others:
-            self._others.clear()
+            self._news.any = self.evaluation.reads or bool(self.past.loads)
+        self._others.clear()
         if self._empty_ns is not None:
-            self._empty_ns = now
-        if self._stepped_ns:
-            self._paces.append(now - self._stepped_ns)
-        self._expected = self._gave if self._is_regular else 0
-        self._is_regular = False
+            self._empty_ns, self._is_regular = now, False
+        self._cruises = self._gave if self._is_regular else 0
         self._singles = self._singles + 1 if self._batches == 1 else 0
-        waited_ns, self._waited_ns = self._waited_ns, 0
+        self._is_regular = False
         self._fetched_ns = self._known_ns = self._gave = self._batches = 0
         self._stepped_ns = now
-        self._count += 1
-        self._meter.step(now, waited_ns, BETWEEN if self._by_loader else now)
+        return True
 
     def skipped(self) -> None:
         """A gradient scaler decides whether its optimizer steps: the batch counts as trained either way."""
+        if self._asked_ns:
+            self._land()
         self._gave = self._batches = 0
 
     def _left_out(self, now: int) -> None:
@@ -295,7 +336,7 @@ class Tracker:
         if self.is_retired:
             return False
         key = id(optimizer)
-        alive = self._lead_ref is not None and self._lead_ref() is not None
+        alive = self._lead_ref() is not None
         count = self._others[key] = self._others.get(key, 0) + 1
         if len(self._others) > 4096:  # optimizers made anew for every step
             self._others.clear()
@@ -371,7 +412,7 @@ class Tracker:
 
     def _glanced(self, way: Pass, now: int) -> None:
         """Record an evaluation on one batch. It ended when a batch to train on was fetched, or a step before now."""
-        end = self._fetched_ns if self._fetched_ns > way.asked_ns else now - self._pace_ns()
+        end = self._fetched_ns if self._fetched_ns > way.asked_ns else now - self._meter.typical_ns
         what = Activity.EVALUATION if self._count else Activity.PREPROC_CREATION
         self._recorder.period(what, way.asked_ns, max(end, way.got_ns))
         way.fetches = way.waited_ns = way.held_ns = 0
@@ -380,16 +421,13 @@ class Tracker:
         """An optimizer has stepped while evaluation seems to be under way. It ended before this step began; or it was
         none, and the program only trains in evaluation mode, or fetches its batches while gradients are off."""
         way = self.evaluation.evaluator
-        self.evaluation.end(max(now - self._pace_ns(), self._stepped_ns))
+        self.evaluation.end(max(now - self._meter.typical_ns, self._stepped_ns))
         if way is None or self._fetched_ns:
             return
         follows, way.drawn_at = way.drawn_at == self._count - 1, self._count
         if self.evaluation.is_in_mode() or follows:
             way.is_quiet = follows
             self._train([way])
-
-    def _pace_ns(self) -> int:
-        return sorted(self._paces)[len(self._paces) // 2] if self._paces else 0
 
     def _train(self, ways: list[Pass]) -> list[Pass]:
         """Mark passes as training. Returns those that the training thread reads."""
@@ -433,7 +471,7 @@ class Tracker:
         self._meter.resume(self._stepped_ns)
 
     def _pause(self) -> None:
-        self.running, self._waited_ns, self._expected = False, 0, 0
+        self.running, self._waited_ns = False, 0
         self._meter.pause(self._empty_ns)
         self._empty_ns = None
 
@@ -447,10 +485,11 @@ class Tracker:
     @property
     def lead(self) -> Any:
         """The optimizer whose steps count."""
-        return self._lead_ref and self._lead_ref()
+        return self._lead_ref()
 
     def finish(self) -> None:
         """The process ends: the loop ended with its last step."""
+        self._land()
         self.evaluation.end(self._now())
         for way in self._left:
             self._was_evaluation(way)
@@ -463,4 +502,4 @@ class Tracker:
         """The script measures its steps itself."""
         if not self.is_retired:
             self.finish()
-            self._lead_ref, self._by_loader = None, False
+            self._lead_ref, self._by_loader = lambda: None, False

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from headway.events.recorder import Recorder
 from headway.events.vocabulary import Restored, Saved
+from headway.instrument.evaluation import News
 
 MOST_LOADS = 16
 """Of what was loaded before a step, so many are kept."""
@@ -31,8 +32,8 @@ class Load(NamedTuple):
 class Past:
     """What one process has had and loaded."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, news: News) -> None:
+        self._recorder, self._news = recorder, news
         self.loads: list[Load] = []
         """What was loaded since the last step."""
         self._contents: dict[str, int] = {}
@@ -50,6 +51,7 @@ class Past:
 
     def loaded(self, *loads: Load) -> None:
         """States were loaded, or read at least."""
+        self._news.any = True
         self.loads = [*(load for load in self.loads if load not in loads), *loads][-MOST_LOADS:]
 
     def filled(self, content: str = "", optimizer: Any = None) -> None:
@@ -58,6 +60,7 @@ class Past:
             self._counted.add(optimizer)
         else:
             self.loaded(Load(content=content))
+        self._news.any = True
         self.loads = [load._replace(fills=True) for load in self.loads]
 
     @property
