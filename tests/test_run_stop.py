@@ -308,6 +308,7 @@ def test_two_ranks_stop_at_the_same_step_whenever_either_is_told(home: Path, tmp
 UNDER_TORCHRUN = TRAINER + "\nrun = headway.current()\ntrain(sys.argv[1], 0.02, '')\n"
 
 
+@pytest.mark.thorough
 def test_a_sigterm_to_torchrun_stops_all_ranks_at_the_same_step(home: Path, tmp_path: Path) -> None:
     with torchrun(home, UNDER_TORCHRUN, tmp_path) as (agent, files):
         agent.send_signal(signal.SIGTERM)

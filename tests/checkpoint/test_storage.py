@@ -427,7 +427,8 @@ def test_a_server_that_only_fails_is_an_error_that_says_so(
     assert unfinished_uploads() == 0
 
 
-@pytest.mark.parametrize("how", ["silence", pytest.param("stall", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["silence", "stall"])
 def test_a_line_that_goes_dead_in_an_upload_ends_it(
     line: Line, s3_root: str, unfinished_uploads: Callable[[], int], how: str
 ) -> None:

@@ -101,6 +101,7 @@ def test_tables_of_two_ranks_and_their_optimizers_are_restored_to_the_bit(
     assert rest == {step: whole[step] for step in (3, 4, 5)}
 
 
+@pytest.mark.thorough
 @pytest.mark.needs_package("torchrec")
 def test_an_optimizer_whose_state_is_yet_to_be_made_is_told_of_and_not_silently_left_without_it(home: Path) -> None:
     losses(home, "adam", "no", "3")

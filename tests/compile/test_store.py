@@ -464,7 +464,8 @@ def patient(url: str, keys: Keys, mirror: Path | None, patience_s: float) -> Sto
     return store
 
 
-@pytest.mark.parametrize("mirror", ["mirror", pytest.param("", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mirror", ["mirror", ""])
 def test_a_store_that_is_down_is_a_problem_and_no_error(
     line: Line, s3_root: str, mine: Keys, tmp_path: Path, mirror: str
 ) -> None:

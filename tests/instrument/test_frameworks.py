@@ -286,8 +286,9 @@ def test_hugging_face_killed_and_resumed(job: Job) -> None:
     assert_resumed(job, killed, resumed)
 
 
+@pytest.mark.thorough
 @pytest.mark.needs_package("accelerate")
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_accelerate(job: Job, processes: int) -> None:
     how = ["--cpu"] if processes == 1 else ["--multi_gpu", "--main_process_port", "0"]  # gloo, without a GPU
     ranks = job.run(
@@ -298,6 +299,7 @@ def test_accelerate(job: Job, processes: int) -> None:
     assert job.saved() == list(zip(range(6, 25, 6), places, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.needs_package("ray")
 def test_ray(job: Job) -> None:
     ranks = job.run(sys.executable, str(SCRIPTS / "train_ray.py"), str(job.folder), "-1")

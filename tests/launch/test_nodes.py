@@ -47,7 +47,8 @@ class Nodes:
             process.wait()
 
 
-@pytest.mark.parametrize("backend", ["c10d", pytest.param("static", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["c10d", "static"])
 def test_a_failure_on_one_node_is_decided_once_and_both_restart(home: Path, backend: str) -> None:
     nodes = Nodes(home, "2", backend, FAULTS="0:1@6=kill 1:0@9=raise 2:1@12=hang", STEPS="15")
     try:

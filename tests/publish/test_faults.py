@@ -338,6 +338,7 @@ def test_a_recipe_that_crashes_is_tried_once_more(files: Publishing) -> None:
     assert (told["category"], told["tries"]) == ("segfault", 2)
 
 
+@pytest.mark.thorough
 def test_a_recipe_that_hangs_is_ended_and_the_log_tells_where_it_was(files: Publishing) -> None:
     request, before = files.interrupted("hangs", files.anchor), files.latest
     files.own("hangs", "def publish(anchor, out): out.step('data', wait)\ndef wait(folder): time.sleep(600)")

@@ -398,6 +398,7 @@ def test_two_publishers_with_homes_of_their_own_publish_one_version(place: Place
     assert len(place.complete()) == 1
 
 
+@pytest.mark.thorough
 def test_a_store_that_is_down_is_tried_again_and_said_so(place: Place) -> None:
     pytest.importorskip("s3fs", reason="needs s3fs: pip install s3fs")
     environ = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
