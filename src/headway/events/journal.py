@@ -91,7 +91,8 @@ class Writer:
         except OSError:
             self.close()
             raise
-        self.cell = CellWriter(self._memory)
+        memory = self._memory
+        self.cell: CellWriter = PlainCellWriter(memory) if isinstance(memory, PlainFile) else CellWriter(memory)
 
     def append(self, payload: bytes, loss: int = 1) -> bool:
         """Writes one record; when this returns True, a kill of the process cannot lose it. Else there is no space, and
@@ -272,9 +273,8 @@ def _identity(fd: int) -> tuple[int, int] | None:
 class CellWriter:
     """Keeps the step cell: two slots written in turn, each with its number at both ends, so one is always whole."""
 
-    def __init__(self, memory: mmap.mmap | PlainFile) -> None:
-        self._plain = memory if isinstance(memory, PlainFile) else None
-        self._buffer = bytearray(HEADER_BYTES) if isinstance(memory, PlainFile) else memory
+    def __init__(self, memory: mmap.mmap | bytearray) -> None:
+        self._memory = memory
         self._number, self._since_at = 0, _SLOTS[0] + _SINCE_AT
 
     def write(self, first: int, next: int, begin: int, end: int, data: int, count: int, since: int) -> None:
@@ -282,17 +282,33 @@ class CellWriter:
         number = self._number = self._number + 1
         slot = _SLOTS[number & 1]
         self._since_at = slot + _SINCE_AT
-        _pack_cell(self._buffer, slot, number, first, next, begin, end, data, count, since, number)
-        if self._plain is not None:
-            with contextlib.suppress(OSError):  # the header's block was allocated when the file was made
-                self._plain[slot : slot + _CELL.size] = bytes(self._buffer[slot : slot + _CELL.size])
+        _pack_cell(self._memory, slot, number, first, next, begin, end, data, count, since, number)
 
     def touch(self, since: int) -> None:
         """Store a new `since` into the slot that was written last: eight aligned bytes, stored at once."""
-        _pack_since(self._buffer, self._since_at, since)
-        if self._plain is not None:
-            with contextlib.suppress(OSError):  # as above
-                self._plain[self._since_at : self._since_at + _SINCE.size] = _SINCE.pack(since)
+        _pack_since(self._memory, self._since_at, since)
+
+
+class PlainCellWriter(CellWriter):
+    """Keeps the cell of a file that cannot be mapped."""
+
+    def __init__(self, file: PlainFile) -> None:
+        super().__init__(bytearray(HEADER_BYTES))
+        self._file = file
+
+    def write(self, *fields: int) -> None:
+        """Stores a `Cell`'s fields."""
+        super().write(*fields)
+        self._copy(self._since_at - _SINCE_AT, _CELL.size)
+
+    def touch(self, since: int) -> None:
+        """Store a new `since` into the slot that was written last."""
+        super().touch(since)
+        self._copy(self._since_at, _SINCE.size)
+
+    def _copy(self, at: int, size: int) -> None:
+        with contextlib.suppress(OSError):  # the header's block was allocated when the file was made
+            self._file[at : at + size] = bytes(self._memory[at : at + size])
 
 
 _pack_cell, _pack_since = _CELL.pack_into, _SINCE.pack_into
@@ -311,7 +327,7 @@ class Nowhere(Writer):
     def __init__(self) -> None:
         self.path = Path(os.devnull)
         self.lost = 0
-        self.cell = Nowhere._NoCell(PlainFile(-1))
+        self.cell = Nowhere._NoCell(bytearray())
 
     def append(self, payload: bytes, loss: int = 1) -> bool:
         """Keeps nothing, and says so."""

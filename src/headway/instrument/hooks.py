@@ -198,7 +198,7 @@ def _loaders(session: "Session", loader_class: Any, iterator_class: Any) -> None
 
     def begins(loader: Any) -> tuple[Any, Pass | None]:
         tracker = session.tracker
-        if tracker is None or get_ident() in tracker.asking or session.is_open(Activity.EVALUATION):
+        if tracker is None or tracker.is_asking(get_ident()) or session.is_open(Activity.EVALUATION):
             return loader, None
         key = id(loader)
         if key not in loaders:

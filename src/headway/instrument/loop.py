@@ -51,9 +51,9 @@ class Tracker:
     """Follows one process's training loop."""
 
     __slots__ = (
-        "_asked_ns", "_batches", "_by_loader", "_count", "_cruises", "_empty_ns", "_expected", "_fetched_ns", "_gave",
-        "_gave_ns", "_is_regular", "_known_ns", "_lead_ref", "_left", "_left_out_at", "_meter", "_news", "_now",
-        "_others", "_recorder", "_singles", "_stepped_ns", "_unknown", "_waited_ns", "asking", "device", "evaluation",
+        "_asked_ns", "_asking", "_batches", "_by_loader", "_count", "_cruises", "_empty_ns", "_expected", "_fetched_ns",
+        "_gave", "_gave_ns", "_is_regular", "_known_ns", "_lead_ref", "_left", "_left_out_at", "_meter", "_news",
+        "_now", "_others", "_recorder", "_singles", "_stepped_ns", "_unknown", "_waited_ns", "device", "evaluation",
         "gradients_on", "is_retired", "on_fetch_elsewhere", "past", "running", "thread",
     )  # fmt: skip
 
@@ -67,8 +67,8 @@ class Tracker:
         """The thread that trains; 0 until one has."""
         self.running = self.is_retired = False
         """Whether the loop is under way; whether the process has ended, or the script measures its steps itself."""
-        self.asking: set[int] = set()
-        """The threads that are waiting for a batch."""
+        self._asking: set[int] = set()
+        """The threads that are waiting for a batch, but for one that was expected."""
         self.device: DeviceWaits | None = None
         """Set where steps run on a device that does not wait for the host."""
         self.on_fetch_elsewhere: Callable[[], None] | None = None
@@ -87,7 +87,8 @@ class Tracker:
         self._is_regular = False
         """Whether it is the only one since the last step, and the thread that trains has asked for it."""
         self._cruises = self._expected = self._asked_ns = 0
-        """The pass that gives each step its one batch; the same until that is asked for; when it was. See `_land`."""
+        """The pass that has given each step its one batch; the same until it is asked for the next one; once that has
+        come, when it was asked for. See `_land`."""
         self._batches = self._singles = 0
         """Batches since the last step, and how many steps in a row took one each."""
         self._left_out_at = -2
@@ -123,31 +124,40 @@ class Tracker:
         """A batch is asked for. Returns the time; None if this thread is waiting for another batch, and asks for this
         one on the way."""
         now = self._now()
-        if self._expected == id(way) and not self._news.any and self.gradients_on():
-            self._expected, self._asked_ns = 0, now
-            self.asking.add(self.thread)
+        if self._expected == way.number and not self._news.any and self.gradients_on():
+            self._expected = 0
             self._meter.waits(0)
             return now
         thread = _thread()
-        if thread in self.asking:
+        if self.is_asking(thread):
             return None
         self._land()
-        self.asking.add(thread)
+        self._asking.add(thread)
         if self._is_for_evaluation(way):
             self.evaluation.begin(way)
         else:
             self._ask(way, thread, now)
         return now
 
+    def is_asking(self, thread: int) -> bool:
+        """Whether a thread is waiting for a batch."""
+        return thread in self._asking or (thread == self.thread and self._awaits_expected)
+
+    @property
+    def _awaits_expected(self) -> bool:
+        return bool(self._cruises) and not self._expected and not self._asked_ns
+
     def _land(self) -> None:
-        """Something else happens than one batch from the same pass, one step, and so on: until now, only times were
-        noted, and here the rest is made up for."""
+        """Something else happens than one batch from the same pass, one step, and so on. Until now only times were
+        noted; the rest is made up for here."""
         if not self._cruises:
             return
         if self._asked_ns:
             self._fetched_ns = self._known_ns = self._asked_ns
-            if self._gave_ns >= self._asked_ns:  # else another thread lands, and the batch is still to come
-                self._gave, self._batches, self._is_regular = self._cruises, 1, True
+            self._gave, self._batches, self._is_regular = self._cruises, 1, True
+            self._waited_ns = self._gave_ns - self._asked_ns
+        elif self._awaits_expected:
+            self._asking.add(self.thread)
         self._singles, self._stepped_ns = SINGLES, self._meter.ended_ns
         self._cruises = self._expected = self._asked_ns = 0
 
@@ -159,7 +169,7 @@ class Tracker:
         self._fetched_ns = now
         if way.trains:
             self._known_ns = now
-            if self._gave == id(way) and self._singles >= SINGLES:
+            if self._gave == way.number and self._singles >= SINGLES:
                 self._left_out(now)
         else:
             self._consider(way, thread, now)
@@ -185,23 +195,22 @@ class Tracker:
         """It has come."""
         now = self._now()
         way.fetches += 1
-        if self._asked_ns == asked_ns:
-            self.asking.discard(self.thread)
-            self._gave_ns, self._waited_ns = now, now - asked_ns
+        if self._cruises == way.number:
+            self._asked_ns, self._gave_ns = asked_ns, now
             self._meter.waits(now)
         else:
             self._came(way, asked_ns, now, _thread())
 
     def _came(self, way: Pass, asked_ns: int, now: int, thread: int) -> None:
         """A batch has come, and not from where it was expected."""
-        self.asking.discard(thread)
+        self._asking.discard(thread)
         waited_ns, is_loop = now - asked_ns, self._by_loader and thread == self.thread
         if is_loop and way.loader.trains and not self.evaluation.reads:
             if self.device is not None:
                 waited_ns = self.device.came(waited_ns)
             self._meter.waits(now)
         if way.trains:
-            self._gave, self._gave_ns = id(way), now
+            self._gave, self._gave_ns = way.number, now
             self._batches += 1
             self._is_regular = is_loop and self.device is None and self._batches == 1
             self._waited_ns += waited_ns if is_loop else 0
@@ -212,12 +221,10 @@ class Tracker:
     def exhausted(self, way: Pass, asked_ns: int) -> None:
         """There is no batch left, or none came."""
         now, thread = self._now(), _thread()
-        if self._asked_ns == asked_ns:
-            self._asked_ns = 0  # none came
         self._land()
-        self.asking.discard(thread)
+        self._asking.discard(thread)
         way.over, way.left_ns, self._is_regular = True, now, False
-        if way.trains and self._gave not in (0, id(way)):  # another loader goes on: only this one begins again
+        if way.trains and self._gave not in (0, way.number):  # another loader goes on: only this one begins again
             self._waited_ns += now - asked_ns
             return
         self._fetched_ns = self._known_ns = 0
@@ -283,14 +290,16 @@ class Tracker:
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
         now = self._now()
-        if not self._asked_ns or self._news.any or self._lead_ref() is not optimizer:
-            self._land()
-            if not self._finds_step(optimizer, now):
-                return
-        self._expected, self._asked_ns = self._cruises, 0
-        self._count += 1
-        self._meter.step(now, self._waited_ns, BETWEEN if self._by_loader else now)
-        self._waited_ns = 0
+        if self._asked_ns and not self._news.any and self._lead_ref() is optimizer:
+            self._meter.step(now, self._gave_ns - self._asked_ns, BETWEEN)
+            self._expected, self._asked_ns = self._cruises, 0
+            self._count += 1
+            return
+        self._land()
+        if self._finds_step(optimizer, now):
+            self._count += 1
+            self._meter.step(now, self._waited_ns, BETWEEN if self._by_loader else now)
+            self._waited_ns = 0
 
     def _finds_step(self, optimizer: Any, now: int) -> bool:
         """Find out what has happened since the last step. Returns whether this is one."""
@@ -309,7 +318,7 @@ class Tracker:
         self._others.clear()
         if self._empty_ns is not None:
             self._empty_ns, self._is_regular = now, False
-        self._cruises = self._gave if self._is_regular else 0
+        self._cruises = self._expected = self._gave if self._is_regular else 0
         self._singles = self._singles + 1 if self._batches == 1 else 0
         self._is_regular = False
         self._fetched_ns = self._known_ns = self._gave = self._batches = 0

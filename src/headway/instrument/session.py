@@ -145,7 +145,7 @@ class Session:
     def begins(self, activity: str, **attrs: Any) -> Span | None:
         """An activity begins in this thread. None if it is not to be recorded: the process is asleep, the thread is
         fetching a batch (whatever it does is part of that), or does the same already."""
-        if self.recorder is None or self.tracker is None or threading.get_ident() in self.tracker.asking:
+        if self.recorder is None or self.tracker is None or self.tracker.is_asking(threading.get_ident()):
             return None
         stack = self._stack()
         if any(same(activity, other) for other, _ in stack):
