@@ -121,6 +121,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     return report
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a test as soon as it has failed: the whole run takes minutes."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when})", file=sys.stderr, flush=True)
+
+
 # --- seconds per package ---------------------------------------------------------------------------------------------
 
 

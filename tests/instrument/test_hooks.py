@@ -500,6 +500,30 @@ def test_a_save_in_the_background_blocks_only_as_long_as_it_is_staged(home: Path
     assert done.stages["process_group_init"] > 0
 
 
+def test_a_process_that_the_loop_waits_for_evaluates_or_uploads_what_was_saved(home: Path) -> None:
+    done = measured(
+        home,
+        """
+        import json, subprocess
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        spent = dict(evaluation=0.0, checkpoint_blocking=0.0)
+        for number, (batch,) in enumerate(data()):
+            train(model, optimizer, batch, 0.1)
+            began = time.monotonic()
+            if number == 4:
+                torch.save(model.state_dict(), "saved.pt")
+            if number in (4, 6):
+                subprocess.run(["sleep", "0.7"], check=True, capture_output=number == 6)
+                spent["checkpoint_blocking" if number == 4 else "evaluation"] += time.monotonic() - began
+        print(json.dumps(spent | {"queued": queued_s()}))
+        """,
+    )
+    spent = json.loads(done.out)
+    for what in ("evaluation", "checkpoint_blocking"):
+        assert done.buckets[f"waste.{what}"] == pytest.approx(spent[what], abs=0.1 + spent["queued"]), what
+
+
 def test_a_file_that_holds_no_model_is_no_checkpoint(home: Path) -> None:
     done = measured(
         home,

@@ -395,6 +395,25 @@ def test_what_follows_the_last_evaluation_up_to_a_save_is_part_of_it(scene: Scen
     assert seconds(ledger, Bucket.SHUTDOWN_TEARDOWN) == 3.0
 
 
+def test_what_follows_a_save_up_to_the_next_batch_is_part_of_it_but_for_an_evaluation(scene: Scene) -> None:
+    validate = Loader()
+    way = scene.tracker.begins(Loader())
+    for number in range(20):
+        scene.fetch(way, 0.0)
+        scene.step(1.0)
+        scene.clock.advance(0.5)
+        if number in (9, 14):
+            scene.tracker.saved()
+            scene.clock.advance(3.0)
+            scene.look(validate, 2, each=1.0)
+    scene.stop(way)
+    scene.ends()
+    ledger = scene.ledger()
+    assert seconds(ledger, Bucket.WASTE_CHECKPOINT_BLOCKING) == 6.0
+    assert seconds(ledger, Bucket.WASTE_EVALUATION) == 4.0
+    assert trained(ledger) == (20 * 1.5, 0, 20)
+
+
 @pytest.mark.parametrize("sign", ["gradients are off", "the model evaluates"])
 def test_evaluation_with_a_sign_is_known_while_it_runs(scene: Scene, sign: str) -> None:
     model = Model()

@@ -72,6 +72,7 @@ _PRECEDENCE: tuple[tuple[str, ...], ...] = (
     (Activity.PT2_COMPILATION,),
     (Activity.DATA_WAIT, Activity.DATA_SKIP),
     (Activity.EVALUATION, Activity.PUBLISH, Activity.LEFT_OUT),
+    (Activity.UPLOAD,),
     (Loop.STALL, Loop.STEP, Loop.CUT_STEP),  # a stall is what no span explains, so it only ever has a step's own time
     STAGES,
     (Activity.LAUNCHER_INIT,),
@@ -121,7 +122,7 @@ def bucket(what: str, part: Part, first_attempt: bool, last_attempt: bool) -> Ke
             return (B.SHUTDOWN_TEARDOWN, "")
         case Activity.DETECTION | Activity.TEARDOWN | Activity.BACKOFF:
             return (B(f"recover.{what}"), "")
-        case Activity.CHECKPOINT_BLOCKING:
+        case Activity.CHECKPOINT_BLOCKING | Activity.UPLOAD:
             final = part is Part.TAIL and last_attempt
             return (B.SHUTDOWN_FINAL_CHECKPOINT if final else B.WASTE_CHECKPOINT_BLOCKING, "")
         case Activity.CHECKPOINT_RESTORE if part is Part.TAIL and last_attempt:

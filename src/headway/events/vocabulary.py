@@ -55,6 +55,7 @@ class Activity(StrEnum):
     EVALUATION = "evaluation"
     PUBLISH = "publish"
     LEFT_OUT = "left_out"
+    UPLOAD = "upload"
 
 
 class Told(StrEnum):

@@ -283,6 +283,8 @@ def _saves(session: "Session", owner: Any, name: str, expected: tuple[str, ...],
         session.ends(span, error is not None)
         if span is not None and error is None and steps > 0 and (what is None or _holds_model(session, what)):
             tell_saved(session, steps, place(where) or place(result), content_of(_largest_state(what), anywhere=True))
+            if session.tracker is not None and not session.in_background():
+                session.tracker.saved()
 
     patch.put(around(patch, begins, ends))
 

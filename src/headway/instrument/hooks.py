@@ -96,6 +96,7 @@ def install(session: "Session") -> None:
         "torch.optim.optimizer": _optimizers,
         "torch.amp.grad_scaler": _scalers,
         "torch.nn.modules.module": _modules,
+        "subprocess": _processes,
     }
     rooms = (by_hand, checkpoints, compilation, distributed, collectives, modes, ray)
     for table in (own, *(room.MODULES for room in rooms)):
@@ -389,6 +390,22 @@ def _scalers(session: "Session", module: Any) -> None:
                 session.tracker.skipped()
 
         patch.put(around(patch, lambda *args, **kwargs: None, updated))
+
+
+def _processes(session: "Session", module: Any) -> None:
+    """Waits for another process: in a loop, it evaluates what was trained, or uploads what was saved."""
+
+    def begins(*args: Any, **kwargs: Any) -> int:
+        return session.recorder.now_ns() if session.recorder is not None and session.has_trained else 0
+
+    def ends(began_ns: int, result: Any, error: BaseException | None) -> None:
+        tracker = session.tracker
+        if began_ns and tracker is not None and tracker.thread == get_ident():
+            tracker.waited_for_process(began_ns)
+
+    for name in ("wait", "communicate"):
+        if patch := session.patch(module.Popen, name, ("self",)):
+            patch.put(around(patch, begins, ends))
 
 
 def _has_gradients(optimizer: Any) -> bool:

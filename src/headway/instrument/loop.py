@@ -53,8 +53,8 @@ class Tracker:
     __slots__ = (
         "_asked_ns", "_asking", "_batches", "_by_loader", "_count", "_cruises", "_empty_ns", "_expected", "_fetched_ns",
         "_gave", "_gave_ns", "_is_regular", "_known_ns", "_lead_ref", "_left", "_left_out_at", "_meter", "_news",
-        "_now", "_others", "_recorder", "_singles", "_stepped_ns", "_unknown", "_waited_ns", "device", "evaluation",
-        "gradients_on", "is_retired", "on_fetch_elsewhere", "past", "running", "thread",
+        "_now", "_others", "_recorder", "_saved_ns", "_singles", "_stepped_ns", "_unknown", "_waited_ns", "device",
+        "evaluation", "gradients_on", "is_retired", "on_fetch_elsewhere", "past", "running", "thread",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, gradients_on: Callable[[], bool] = lambda: True) -> None:
@@ -98,6 +98,8 @@ class Tracker:
         self._left: list[Pass] = []
         """Those of them that were dropped since: copies."""
         self._stepped_ns = self._count = 0
+        self._saved_ns = 0
+        """When a checkpoint was written since the last step; 0 if none was."""
         recorder.told = self.retire
 
     # --- data ---
@@ -178,8 +180,26 @@ class Tracker:
                 self.device.asked()
             if self.running and self._empty_ns is None:
                 self._meter.waits(0)
+                self._uploaded(now)
             else:
                 self._go_on(way, now)
+
+    def saved(self) -> None:
+        """A checkpoint was written by the thread that trains."""
+        self._news.any, self._saved_ns = True, self._now()
+
+    def waited_for_process(self, began_ns: int) -> None:
+        """The thread that trains has waited for another process since then."""
+        now = self._now()
+        if self.running and self._empty_ns is None and now - began_ns > LEAST_NS and not self.is_asking(self.thread):
+            what = Activity.UPLOAD if self._saved_ns else Activity.EVALUATION
+            self._recorder.period(what, began_ns, now)
+
+    def _uploaded(self, now: int) -> None:
+        """Record what came after a checkpoint was written, if one was: the loop waited for something about it."""
+        began_ns, self._saved_ns = self._saved_ns, 0
+        if began_ns and not self._gave and now - began_ns > LEAST_NS:
+            self._recorder.period(Activity.UPLOAD, began_ns, now)
 
     def _consider(self, way: Pass, thread: int, now: int) -> None:
         """Remember a pass that has not trained so far: whether it does shows at the next step."""
@@ -322,7 +342,7 @@ class Tracker:
         self._singles = self._singles + 1 if self._batches == 1 else 0
         self._is_regular = False
         self._fetched_ns = self._known_ns = self._gave = self._batches = 0
-        self._stepped_ns = now
+        self._stepped_ns, self._saved_ns = now, 0
         return True
 
     def skipped(self) -> None:
