@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import warm
 
-PATIENCE_S = 240.0
+PATIENCE_S = 500.0
 IMPORTS = ("pytest", "inductor", *(["torchrec"] if find_spec("torchrec") else []))
 """What programs on ranks need beside torch. Those that name it share a server."""
 

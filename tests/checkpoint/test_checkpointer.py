@@ -481,7 +481,7 @@ def script(home: Path) -> Path:
 
 def runs(command: list[str], code: int = 0) -> str:
     run = subprocess.run if "headway" in command else warm.run
-    done = run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"HEADWAY_JOB": "j"})
+    done = run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"HEADWAY_JOB": "j"})
     assert done.returncode == code, done.stderr[-3000:]
     return done.stdout + done.stderr
 

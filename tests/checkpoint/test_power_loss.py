@@ -385,7 +385,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     environment = {**os.environ, "HEADWAY_HOME": str(place), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, sys.executable, script, base / "root", place / "store"],
-        env=environment, capture_output=True, text=True, timeout=240,
+        env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     end_keepers(base)
     assert done.returncode == 0, done.stderr

@@ -80,7 +80,7 @@ def losses(folder: Path, *words: str, **environ: str) -> tuple[dict[int, str], s
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        said = [rank.communicate(timeout=500)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

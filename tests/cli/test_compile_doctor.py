@@ -37,7 +37,7 @@ def run(*words: str | Path, code: int = 0, **environ: str) -> "subprocess.Comple
     """The command with a command of its own."""
     given = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"} | environ
     command = [*HEADWAY, "compile", "doctor", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=500)
     assert done.returncode == code, done.stderr
     return done
 
@@ -74,7 +74,7 @@ def test_a_ragged_job_compiles_once_with_the_value_that_is_printed(home: Path) -
     assert f"forward ({RAGGED}:32)" in before.stdout
     (export,) = [line for line in before.stdout.splitlines() if line.startswith(f"  export {VARIABLE}=")]
     script = f"{export}\nexec {shlex.join(HEADWAY)} compile doctor --json -- {sys.executable} {RAGGED} eager"
-    after = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=280, check=True)
+    after = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=500, check=True)
     told = json.loads(after.stdout)
     assert (told["compilations"], told["recompiles"], told["value"]) == (1, [], "")
 

@@ -14,7 +14,7 @@ HEADWAY = [sys.executable, "-m", "headway"]
 
 def doctor(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     around = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"} | environ
-    return subprocess.run([*HEADWAY, "doctor", *words], capture_output=True, text=True, env=around, timeout=200)
+    return subprocess.run([*HEADWAY, "doctor", *words], capture_output=True, text=True, env=around, timeout=500)
 
 
 def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:

@@ -63,7 +63,7 @@ def call(*words: str | Path) -> Result:
 def audit(*words: str | Path, code: int = 0) -> "subprocess.CompletedProcess[str]":
     given = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "140"}
     command = [*HEADWAY, "startup", "audit", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=500)
     assert done.returncode == code, done.stderr
     return done
 

@@ -28,7 +28,7 @@ def program(folder: Path, *lines: str) -> str:
 def printed(folder: Path, *lines: str) -> str:
     """What such a program prints."""
     code = program(folder, *lines)
-    done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 

@@ -85,7 +85,7 @@ def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def answers(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
-    output, errors = process.communicate(timeout=280)
+    output, errors = process.communicate(timeout=500)
     assert process.returncode == 0, errors
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
@@ -162,7 +162,7 @@ def has_all(store: Path) -> bool:
 
 def test_it_is_saved_while_training_goes_on_so_that_a_kill_loses_nothing(tmp_path: Path) -> None:
     process = Machine(tmp_path / "one").start(store=str(tmp_path / "store"), lingers=250)
-    end = time.monotonic() + 240
+    end = time.monotonic() + 500
     while not has_all(tmp_path / "store"):
         assert time.monotonic() < end
         assert process.poll() is None, process.communicate()[1]

@@ -56,7 +56,7 @@ def run(folder: Path, job: str) -> dict[str, Any]:
     }  # fmt: skip
     command = [sys.executable, "-m", "headway", "exec", "--job", job, "--compile-cache", str(folder / "store")]
     command += [sys.executable, str(folder / "tuned.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -146,7 +146,7 @@ def ran(
     path.write_text(HEAD + program)
     done = warm.run(
         [sys.executable, str(path), json.dumps(configs)], imports=imports,
-        capture_output=True, text=True, timeout=280, cwd=folder, env={**os.environ, **environ},
+        capture_output=True, text=True, timeout=500, cwd=folder, env={**os.environ, **environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ from headway.events.journal import Follower, is_being_written
 from headway.events.vocabulary import Process, ProcessGone, Record
 
 HEADWAY = [sys.executable, "-P", "-m", "headway"]
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 WARM_HEADWAY = Path(__file__).parents[1] / "launch" / "warm_headway.py"
 SITE = Path(sys.modules["headway"].__file__ or "").parent / "instrument" / "site"
 

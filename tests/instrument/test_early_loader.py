@@ -178,7 +178,7 @@ def outcome_of(folder: Path, job: str, fast: bool, *words: str, text: str = SCRI
     script = folder / "script.py"
     script.write_text(text)
     environ = os.environ | ({"HEADWAY_FAST_START": "all"} if fast else {})
-    done = train(str(script), *words, options=("--job", job), fast=fast, env=environ, timeout=280)
+    done = train(str(script), *words, options=("--job", job), fast=fast, env=environ, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -262,4 +262,4 @@ def test_without_the_item_nothing_is_started(home: Path) -> None:
     script = home / "script.py"
     script.write_text(SCRIPT)
     environ = {"HEADWAY_JOB": "off", "HEADWAY_FAST_START": "imports,groups"}
-    assert json.loads(python(str(script), "trains", environ=environ, timeout=280))[0] == 0
+    assert json.loads(python(str(script), "trains", environ=environ, timeout=500))[0] == 0

@@ -88,9 +88,9 @@ def measured(
     options = ("--job", job) if job else ()
     settings = os.environ | {"OMP_NUM_THREADS": "1"} | environ
     if cold:
-        done = run(sys.executable, str(path), *words, options=options, cwd=home, env=settings, timeout=200)
+        done = run(sys.executable, str(path), *words, options=options, cwd=home, env=settings, timeout=500)
     else:
-        done = train(str(path), *words, options=options, cwd=home, env=settings, timeout=200)
+        done = train(str(path), *words, options=options, cwd=home, env=settings, timeout=500)
     assert done.returncode == code, done.stderr
     return Done(home, done.returncode, done.stdout, done.stderr)
 
@@ -674,7 +674,7 @@ def test_torchrun_s_agent_is_no_rank_and_tells_of_its_restarts(home: Path) -> No
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = run(*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", str(path), env=environ, timeout=200)
+    done = run(*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", str(path), env=environ, timeout=500)
     assert done.returncode == 0, done.stderr
     seen = Done(home, done.returncode, done.stdout, done.stderr)
     assert [rank["rank"] for rank in seen.report["ranks"]] == [0, 1]

@@ -166,7 +166,7 @@ def test_a_dataset_class_that_travels_arrives_without_the_hook(home: Path) -> No
 
 @pytest.mark.thorough
 def test_the_doctor_lists_every_hook_and_finds_them_all_in_place(home: Path) -> None:
-    done = subprocess.run([*HEADWAY, "doctor", "--json"], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*HEADWAY, "doctor", "--json"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     hooks = json.loads(done.stdout)["hooks"]
     assert hooks["torch.utils.data.dataloader._BaseDataLoaderIter.__next__"] == "on"
@@ -181,7 +181,7 @@ def test_the_doctor_finds_what_a_torch_has_changed(home: Path) -> None:
     files["utils/data/dataloader"] = "class DataLoader:\n    def __init__(self, other): pass\n"
     write(home / "torch", files)
     environ = os.environ | {"PYTHONPATH": str(home)}
-    done = subprocess.run([*HEADWAY, "doctor", "--json"], capture_output=True, text=True, env=environ, timeout=200)
+    done = subprocess.run([*HEADWAY, "doctor", "--json"], capture_output=True, text=True, env=environ, timeout=500)
     found = json.loads(done.stdout)
     assert done.returncode == 1
     assert found["torch"] == "9.9"

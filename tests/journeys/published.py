@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from headway.cli import main
 
-PATIENCE_S = 250.0
+PATIENCE_S = 500.0
 
 
 def headway(home: Path, *words: str) -> Any:

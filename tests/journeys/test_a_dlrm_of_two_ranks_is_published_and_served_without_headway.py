@@ -34,7 +34,7 @@ def test_a_dlrm_of_two_ranks_is_published_and_served_without_headway(home: Path,
     command = [sys.executable, "-m", "headway", "run", "--job", "dlrm", "--nproc-per-node", "2", str(EXAMPLE)]
     command += ["--steps", "6", "--folder", str(folder)]
     environ = os.environ | inductor.environ()
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     state = settled(home)
     assert state["phase"] == "published", state

@@ -66,5 +66,5 @@ def run_job(folder: Path, mode: str) -> None:
     command += [str(Path(__file__).with_name("trainer.py"))]
     command += [str(folder), str(STEPS), str(DIES_AT), mode]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = warm.run(command, env=environ, capture_output=True, text=True, timeout=240)
+    done = warm.run(command, env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -283,5 +283,5 @@ show(False)
 @pytest.mark.needs_package("lightning")
 def test_where_lightning_requeues_the_job_headway_does_not() -> None:
     slurm = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
-    done = subprocess.run([sys.executable, "-c", LIGHTNING], env=slurm, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", LIGHTNING], env=slurm, capture_output=True, text=True, timeout=500)
     assert done.stdout.splitlines() == ["['Lightning', 'Lightning', True]", "['', '', False]"], done.stderr

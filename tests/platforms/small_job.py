@@ -15,7 +15,7 @@ from headway.errors import UnknownJob
 TRAINER = Path(__file__).with_name("trainer_without_torch.py")
 PLATFORMS = ("SLURM", "KUBERNETES_", "POD_NAME", "HEADWAY_", "TORCHELASTIC_")
 STEPS = 10
-LIMIT_S = 180.0
+LIMIT_S = 500.0
 """How long anything may take on a busy machine."""
 
 

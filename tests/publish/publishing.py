@@ -19,7 +19,7 @@ from headway.publish.versions import Version, Versions
 from headway.storage import open_storage
 
 NAME = "step-00000100"
-LIMIT_S = 200.0
+LIMIT_S = 500.0
 """How long a command may take on a busy machine."""
 
 RECIPE = """

@@ -35,7 +35,7 @@ def started(folder: Path, kinds: list[str], ranks: int = 1, **told: Any) -> "sub
     if ranks > 1:
         return warm_ranks.run(ranks, command, **settings)
     done: subprocess.CompletedProcess[str] = warm.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, **settings
+        [sys.executable, *command], capture_output=True, text=True, timeout=500, **settings
     )
     return done
 

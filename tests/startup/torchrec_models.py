@@ -17,7 +17,7 @@ from torch import nn
 import ranks as warm_ranks
 import warm
 
-PATIENCE_S = 240.0
+PATIENCE_S = 500.0
 META = torch.device("meta")
 
 
