@@ -225,6 +225,7 @@ class Session:
         """What the bundle says of the first batch; empty if nothing. Something is about to compile for it: the bundle
         is in place when this returns."""
         self.before_compile()
+        self._compiling = False  # not yet
         return self._kept[batches.NAME].data if batches.NAME in self._kept else b""
 
     def record_batch(self, record: bytes) -> None:
