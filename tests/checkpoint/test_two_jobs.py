@@ -50,7 +50,7 @@ def owner(session: str, job: str = "", pid: int | None = None, boot: str = "anot
 
 def train(root: str, notes: Path, patience_s: float = 15.0, die_after: int = -1) -> None:
     """Saves every step, and says what it was told. Dies after a step, when nothing is being saved."""
-    link.HANDOVER_S, link.SLOW_S = patience_s, trainers.PATIENCE_S  # a slow machine is nothing to be told of
+    link.HANDOVER_S, link.SLOW_S = patience_s, trainers.PATIENCE_S  # a slow machine gets no message
     tell = Notes(notes)
     model = Counting(**SMALL)
     try:

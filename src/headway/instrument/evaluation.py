@@ -16,7 +16,7 @@ RARE = 3
 
 
 class News:
-    """Whether something has happened since the last step besides training: whoever sees it sets it."""
+    """Set when something besides training has happened since the last step."""
 
     __slots__ = ("any",)
 
